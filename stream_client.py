@@ -1,0 +1,2560 @@
+#!/usr/bin/env python3
+"""Ask a vLLM-style endpoint for one streamed answer and say whether that answer was complete.
+
+One process, one request, one verdict, one evidence record.  Data flows from the top of this file to the bottom::
+
+    socket bytes -> Body -> body bytes -> Events -> event data -> ChatCompletion -> text and verdict -> record
+
+    open --text--> open --finish_reason--> finished --[DONE]--> done        (TRANSITIONS below is the whole table)
+
+A pass means: text with a visible character, then ``finish_reason`` "stop", then the ``[DONE]`` event, no error object
+anywhere and nothing malformed before ``[DONE]``.  It does not prove that the text is correct, that the task was done or
+that the GPU stopped.  HTTP 200, a role chunk, reasoning, usage or ``[DONE]`` alone prove nothing.
+
+Exceptions: ``StreamFailure(ValueError)`` carries one code of ``FAILURES``; ``NotUtf8(StreamFailure, UnicodeDecodeError)``;
+``Refused(ValueError)`` is an argument that was refused before anything was sent.
+
+Exit codes: 0 passed; 1 the run failed, record written; 2 refused, nothing sent and nothing left behind; 3 the record could
+not be written (it goes to stdout as one line); 128+n ended by signal n, record written.
+
+Nothing above the section "transport" does I/O: bytes, strings and clock values go in, so that tests feed tables and an
+asyncio program can drive ``ChatCompletion`` with what httpx or aiohttp hands it.
+"""
+
+from __future__ import annotations
+
+if __name__ == '__main__':  # Ctrl-C while the imports below run ends the process without a traceback
+    import signal as _signal
+
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+import argparse
+import codecs
+import errno
+import hashlib
+import http.client
+import json
+import math
+import os
+import re
+import select
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import unicodedata
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from types import FrameType, TracebackType
+
+    from typing_extensions import Unpack
+
+__version__ = '0.1.0'
+SCHEMA_VERSION = 1
+
+# --- limits and defaults ------------------------------------------------------------------------------------------------
+
+MAX_LINE_CHARS = 65_536  # one event-stream line, comments too; the longest line real servers were seen to send is 60 KB
+MAX_EVENT_CHARS = 1_048_576  # one event's data with its joining LFs
+MAX_ANSWER_CHARS = 1_048_576  # the answer text; 32,768 tokens of 32 characters
+MAX_STREAM_BYTES = 67_108_864  # the whole body: an answer at its limit, sent as one character an event, is about this
+MAX_HEAD_BYTES = 262_144  # status line and header fields of one answer; http.client itself allows 100 lines of 64 KiB
+MAX_CHUNK_LINE_BYTES = 4_096  # a chunk-size line with its extensions, or one trailer line
+MAX_TRAILER_BYTES = 65_536  # all trailer lines together
+MAX_ERROR_BODY_BYTES = 4_096  # the excerpt kept of an answer that is no event stream
+MAX_INTERIM = 8  # 1xx answers before the final one (curl and h11 set no limit, so an endless row of them holds a client)
+MAX_NESTING = 100  # levels of JSON nesting; a chunk has 4 to 8
+MAX_INT_DIGITS = 4_300  # the default of sys.set_int_max_str_digits, made the same on every Python
+MAX_FINISH_CHARS = 64  # a finish_reason; the longest in use has 28
+MAX_QUOTE_CHARS = 300  # server text quoted in a message
+MAX_CLOCK_S = 86_400.0  # upper bound of both clocks: one day
+MAX_TOKENS = 32_768
+READ_BYTES = 65_536
+ERROR_BODY_S = 0.5  # how long the excerpt of an error body may take
+DRAIN_S = 0.25  # how long to look for the end of the body after [DONE]
+DEFAULT_URL = 'http://127.0.0.1:8000/v1/chat/completions'
+DEFAULT_PROMPT = 'Reply with exactly the word READY.'
+KEY_VARIABLE = 'MODEL_API_KEY'
+FIXTURE_FIELD = 'X-Stream-Fixture'  # the header field by which the fixture says that its answers are synthetic
+RECORDED_FIELDS = (
+    'age', 'cache-control', 'connection', 'content-encoding', 'content-length', 'content-type', 'date', 'retry-after',
+    'server', 'transfer-encoding', 'via', 'x-accel-buffering', 'x-request-id',
+)  # fmt: skip
+
+# --- failures -----------------------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """What a failure code stands for: the boundary it belongs to, its one meaning and the one hint for the reader."""
+
+    boundary: str
+    meaning: str
+    hint: str
+
+
+REACHED = ''  # the boundary of the clock codes: the one that the run had reached
+BOUNDARIES = (
+    'resolve', 'connect', 'tls', 'send', 'head', 'status', 'content', 'framing', 'events', 'json', 'protocol',
+    'completion', 'client',
+)  # fmt: skip
+
+FAILURES = {
+    'resolve_failed': Kind('resolve', 'the host name has no address', 'check the name in --url or --connect-to, and DNS'),
+    'connect_refused': Kind('connect', 'nothing listens on that port', 'is the server up, and the port or tunnel right?'),
+    'connect_failed': Kind('connect', 'no address could be connected', 'check route, firewall and tunnel'),
+    'not_loopback': Kind('connect', 'plain HTTP would leave this host', 'use https, or a tunnel that ends on loopback'),
+    'tls_untrusted': Kind('tls', 'the certificate has no trusted issuer', 'name the private CA with --ca-file'),
+    'tls_expired': Kind('tls', 'the certificate is not valid at this time', 'renew it, and check the clock of this host'),
+    'tls_name': Kind('tls', 'the certificate is for another name', 'use its name in --url; --connect-to dials elsewhere'),
+    'tls_failed': Kind('tls', 'the TLS handshake or record layer failed', 'plain HTTP on that port? TLS below 1.2?'),
+    'send_failed': Kind('send', 'the connection broke while the request was sent', 'see the log of server and proxy'),
+    'closed_before_head': Kind('head', 'closed before the status line and fields were whole',
+                               'the server crashed, or a proxy gave up (idle limits of 60, 100 or 300 s are usual)'),
+    'head_malformed': Kind('head', 'status line or header fields break HTTP/1.1', 'is this an HTTP/1.1 server at all?'),
+    'head_too_large': Kind('head', 'status line or header fields exceed the limit', 'a proxy or server adds too many'),
+    'interim_limit': Kind('head', 'too many interim (1xx) answers', 'the server or proxy never sends the final answer'),
+    'http_status': Kind('status', 'a status other than 200', 'see the excerpt: 401 or 403 is the key, 404 the URL path or '
+                        'the model, 400 the request or its length, 429 and 503 load'),
+    'redirect': Kind('status', 'a redirect, which is never followed', 'use the final URL (a trailing slash, http for https?)'),
+    'not_event_stream': Kind('content', 'the body is not text/event-stream', 'does this path stream? is it the right server?'),
+    'encoded_body': Kind('content', 'the body is compressed or otherwise encoded', 'turn compression off for this path'),
+    'body_cut': Kind('framing', 'the body ended short of its own framing', 'server killed or proxy gave up: see their logs'),
+    'connection_reset': Kind('framing', 'the connection was reset in the body', 'server or proxy crashed: see their logs'),
+    'chunk_malformed': Kind('framing', 'the chunked transfer coding is broken', "a proxy's error page inside the body?"),
+    'length_conflict': Kind('framing', 'the head gives no single well-formed length', 'mend the proxy that adds the fields'),
+    'body_too_large': Kind('framing', 'the body exceeds the limit', 'raise --max-stream-bytes for answers you expect'),
+    'not_utf8': Kind('events', 'the event stream is not UTF-8', 'compressed without saying so, or cut inside a character?'),
+    'line_too_long': Kind('events', 'a line exceeds the limit', 'raise --max-line-chars for payloads you have defined'),
+    'event_too_long': Kind('events', 'an event exceeds the limit', 'raise --max-event-chars for payloads you have defined'),
+    'not_json': Kind('json', 'an event is not JSON', 'keep-alive text sent as data, or an error page inside the stream?'),
+    'json_limits': Kind('json', 'an event is nested too deeply or holds too long a number', 'no chunk needs this'),
+    'repeated_key': Kind('json', 'a key stands twice in one object with different values', 'readers would disagree on it'),
+    'server_error': Kind('protocol', 'the server reported an error in the stream', "see the message, and the server's log"),
+    'not_an_object': Kind('protocol', 'an event is JSON but no object', 'is this a chat-completion endpoint?'),
+    'many_choices': Kind('protocol', 'more than one choice in a chunk', 'one run judges one choice: ask for n = 1'),
+    'choice_index': Kind('protocol', 'a choice has an index other than 0', 'one run judges one choice: ask for n = 1'),
+    'missing_index': Kind('protocol', 'a choice has no index', '--tolerate missing_index reads it as 0'),
+    'bad_shape': Kind('protocol', 'a member of a chunk has the wrong type', 'is this a chat-completion endpoint?'),
+    'bad_usage': Kind('protocol', 'usage is not what the API defines', 'a gateway that rewrites usage?'),
+    'tool_call': Kind('protocol', 'the answer calls a tool', 'this checks text answers: ask without tools'),
+    'refused': Kind('protocol', 'the model refused in the refusal member', 'ask another prompt'),
+    'text_after_finish': Kind('protocol', 'text came after the finish', 'two answers in one stream, or a gateway fault'),
+    'second_finish': Kind('protocol', 'a second, different finish came', 'two answers in one stream, or a gateway fault'),
+    'id_changed': Kind('protocol', 'text came under two ids', 'two answers stitched together; --tolerate id_changed if not'),
+    'answer_too_long': Kind('protocol', 'the answer exceeds the limit', 'lower --max-tokens or raise --max-answer-chars'),
+    'no_done': Kind('completion', 'the body ended before [DONE]', 'server or proxy ended early; where a server never sends '
+                    '[DONE] (transformers serve), --tolerate no_done accepts a finish and a clean end'),
+    'no_finish': Kind('completion', '[DONE] came without a finish_reason', 'the engine ended without finishing: see its log'),
+    'finish_not_accepted': Kind('completion', 'finished for another reason than accepted', 'length: raise --max-tokens or '
+                                'shorten the answer; abort: the engine shut down; --accept-finish accepts others'),
+    'no_visible_text': Kind('completion', 'the answer has no visible character', 'all reasoning? raise --max-tokens; or a '
+                            'chat template that answers nothing'),
+    'unpaired_surrogate': Kind('completion', 'half a surrogate pair stands alone in the text', 'the server cuts characters'),
+    'warning_refused': Kind('completion', 'complete, but with a warning named by --fail-on', 'see warnings in the record'),
+    'idle_timeout': Kind(REACHED, 'no byte moved for --idle seconds', 'silence may be a queue or a long prefill (vLLM and '
+                         'llama.cpp were seen silent for 16 to 20 s): raise --idle, e.g. --idle 60'),
+    'deadline': Kind(REACHED, 'the run reached --deadline', 'raise --deadline, or lower --max-tokens'),
+    'first_text_timeout': Kind(REACHED, 'no visible text within --first-text', 'queue, prefill or hidden reasoning'),
+    'stall_timeout': Kind(REACHED, 'no event with data for --stall seconds', 'keep-alive comments alone are no progress'),
+    'interrupted': Kind('client', 'ended by a signal or by the caller', 'run it again to have a verdict'),
+    'unfinished': Kind('client', 'the run had not ended when this was written', 'the process was killed: run it again'),
+    'internal': Kind('client', 'a fault in this client', 'please report it with this record, the text removed'),
+}  # fmt: skip
+
+WARNINGS = {
+    'named_event': 'an event of another type than message was ignored',
+    'empty_event': 'an event with empty data was ignored',
+    'empty_chunk': 'a chunk had neither choices nor usage',
+    'object_differs': 'a chunk was of another object type than chat.completion.chunk',
+    'model_differs': 'the answering model has another name than the one asked for',
+    'id_differs': 'the id changed on a chunk without text',
+    'finish_empty': 'finish_reason was "" or "null", taken as none yet',
+    'finish_repeated': 'the same finish_reason came again',
+    'no_usage': 'usage was asked for and never came',
+    'usage_contradicts': 'usage counts no tokens although text or reasoning came',
+    'max_tokens_exceeded': 'usage counts more tokens than max_tokens',
+    'replacement_character': 'the text holds U+FFFD: something upstream replaced bytes that were not UTF-8',
+    'after_done': 'events came after [DONE] and were ignored',
+    'unclean_end': 'the body did not end as its framing says, after [DONE]',
+}
+TOLERABLE = ('no_done', 'id_changed', 'missing_index')
+
+
+class StreamFailure(ValueError):
+    """A broken rule. ``code`` is a key of FAILURES; ``event`` is the ordinal (from 1) of the event it was found in."""
+
+    def __init__(self, code: str, message: str, *, event: int | None = None, boundary: str | None = None) -> None:
+        ValueError.__init__(self, message)
+        self.code = code
+        self.message = message
+        self.event = event
+        self.boundary = boundary or FAILURES[code].boundary
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def hint(self) -> str:
+        """The one hint that belongs to the code."""
+        return FAILURES[self.code].hint
+
+
+class NotUtf8(StreamFailure, UnicodeDecodeError):
+    """The event stream is not UTF-8. ``start`` is the offset in the body of the first byte that is wrong."""
+
+    def __init__(self, wrong: bytes, offset: int, reason: str) -> None:
+        UnicodeDecodeError.__init__(self, 'utf-8', wrong, 0, len(wrong), reason)
+        StreamFailure.__init__(self, 'not_utf8', f'byte 0x{wrong[0]:02x} at body offset {offset} is not UTF-8: {reason}')
+
+
+class Refused(ValueError):
+    """An argument refused before anything was created or sent. ``argument`` is its Python name, the flag with ``_``."""
+
+    def __init__(self, argument: str, message: str) -> None:
+        super().__init__(f'{argument}: {message}')
+        self.argument, self.message = argument, message
+
+
+# Characters that never leave this program as they came: C0, DEL, C1, bidi controls, line separators, BOM, surrogates.
+_UNSAFE = re.compile('[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]')
+
+
+def escaped(text: str) -> str:
+    """The text with control, bidi and surrogate characters as ``\\xNN`` or ``\\uNNNN``."""
+    return _UNSAFE.sub(lambda m: f'\\x{ord(m[0]):02x}' if m[0] < '\x80' else f'\\u{ord(m[0]):04x}', text)
+
+
+class Secret:
+    """The API key, which is to appear nowhere. ``mask`` takes it out of a text, before that text is cut to length.
+
+    Keys shorter than 8 characters are left alone: masking them would garble ordinary words and hide little.
+    """
+
+    def __init__(self, key: str | None) -> None:
+        self.key = key or ''
+        forms = {self.key, json.dumps(self.key)[1:-1], json.dumps(self.key)[1:-1].replace('/', '\\/'),
+                 ''.join(c if c.isalnum() else f'%{ord(c):02X}' for c in self.key)}  # fmt: skip
+        self.forms = sorted(forms, key=len, reverse=True) if len(self.key) >= 8 else []
+
+    def mask(self, text: str) -> str:
+        """The text without the key in its plain, JSON-escaped or percent-encoded form, nor a cut-off start of it."""
+        for form in self.forms:
+            text = text.replace(form, '[key]')
+        for form in self.forms:  # a message that ends inside the key
+            start = next((n for n in range(len(form) - 1, 3, -1) if text.endswith(form[:n])), 0)
+            text = text[: len(text) - start] + '[key]' if start else text
+        return text
+
+    def mask_all(self, value: Any) -> Any:
+        """A JSON value with every string in it masked."""
+        if isinstance(value, str):
+            return self.mask(value) if self.forms else value
+        if isinstance(value, list):
+            return [self.mask_all(v) for v in value]
+        return {k: self.mask_all(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    def quote(self, text: object, limit: int = MAX_QUOTE_CHARS) -> str:
+        """Server text made fit to be shown: masked, then escaped, then cut to ``limit`` characters."""
+        safe = escaped(self.mask(text if isinstance(text, str) else _dumps(text)))
+        return safe if len(safe) <= limit else safe[: limit - 3] + '...'
+
+
+# --- wire to body (RFC 9112 sections 6 and 7) ----------------------------------------------------------------------------
+
+
+class Framing(NamedTuple):
+    """How a body is delimited: ``chunked``, by ``length`` (bytes), or, with neither, by the close of the connection."""
+
+    chunked: bool
+    length: int | None
+
+
+def framing_of(fields: Sequence[tuple[str, str]], http_1_0: bool) -> Framing:
+    """The framing that the header fields of a final answer define.
+
+    Raises StreamFailure ``length_conflict`` where they are malformed or contradict each other and ``encoded_body`` for a
+    transfer coding other than chunked (RFC 9112 section 6.3; a message that has both kinds of length "ought to be
+    handled as an error").
+    """
+    codings = [c.strip().lower() for k, v in fields if k.lower() == 'transfer-encoding' for c in v.split(',')]
+    lengths = {n.strip() for k, v in fields if k.lower() == 'content-length' for n in v.split(',')}
+    if any(c.split(';')[0].strip() in ('gzip', 'x-gzip', 'deflate', 'compress', 'x-compress', 'br', 'zstd') for c in codings):
+        raise StreamFailure('encoded_body', f'Transfer-Encoding {escaped(", ".join(codings))[:80]!r}: only chunked is read')
+    if codings and (codings != ['chunked'] or http_1_0):
+        version = ' in an HTTP/1.0 answer' if http_1_0 else ''
+        raise StreamFailure('length_conflict', f'Transfer-Encoding {escaped(", ".join(codings))[:80]!r}{version}')
+    if codings and lengths:
+        raise StreamFailure('length_conflict', 'both Transfer-Encoding and Content-Length')
+    if len(lengths) > 1 or any(not re.fullmatch('[0-9]{1,18}', n, re.ASCII) for n in lengths):
+        raise StreamFailure('length_conflict', f'Content-Length {escaped(", ".join(sorted(lengths)))[:80]!r}')
+    return Framing(bool(codings), int(lengths.pop()) if lengths else None)
+
+
+class Body:
+    """Strict, bounded decoder of one message body: socket bytes in, body bytes out; no I/O.
+
+    ``end`` is None until the body is over, then ``last_chunk``, ``length`` or ``closed``; ``failure`` holds a broken rule
+    once the bytes before it were handed over. http.client's own reader is not used because it takes a short body for a
+    clean one, ``0_9`` and ``-5`` for chunk sizes and a lone ``0`` line for the end.
+    """
+
+    # A chunk-size line, and what may become one. Blanks before the extension or the CRLF are allowed (BWS, and old servers).
+    _SIZE = re.compile(rb'([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\x00]*)?\r\n')
+    _SIZE_START = re.compile(rb'(?:[0-9A-Fa-f]{1,16}(?:[ \t]*(?:;[^\r\n\x00]*)?\r?)?)?')
+    _TRAILER = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\x00]*)?\r\n")
+    _TRAILER_START = re.compile(rb"(?:[!#$%&'*+.^_`|~0-9A-Za-z-]+(?::[^\r\n\x00]*)?)?\r?")
+
+    def __init__(self, framing: Framing, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
+        self.framing = framing
+        self.max_bytes = max_bytes
+        self.end: str | None = None
+        self.failure: StreamFailure | None = None
+        self.bytes = 0  # body bytes handed over
+        self._wire = 0  # offset in the framed body of the first byte that was not yet taken in
+        self._left = framing.length or 0  # body bytes still due in this chunk or length
+        self._state = 'size' if framing.chunked else 'data'
+        self._held = b''  # an incomplete chunk-size line, CRLF or trailer line
+        self._trailer = 0
+        if framing.length == 0:
+            self.end = 'length'
+
+    def feed(self, raw: bytes) -> bytes:
+        """The body bytes in ``raw``. Whatever follows the end of the body is dropped. Sets ``end`` and ``failure``."""
+        if self.failure or self.end:
+            return b''
+        if self.framing.chunked:
+            return self._bounded(self._chunks(raw))
+        if self.framing.length is None:
+            return self._bounded(raw)
+        data = raw[: self._left]
+        self._left -= len(data)
+        if not self._left:
+            self.end = 'length'
+        return self._bounded(data)
+
+    def feed_eof(self, how: str = '') -> None:
+        """The peer closed. Sets ``end`` to ``closed`` where that is a proper end, else ``failure`` to ``body_cut``."""
+        if self.failure or self.end:
+            return
+        if not self.framing.chunked and self.framing.length is None and not how:
+            self.end = 'closed'
+        elif self.framing.chunked:
+            due = f'{self._left} bytes of a chunk due' if self._state == 'data' else 'the last chunk missing'
+            self.failure = StreamFailure('body_cut', f'connection closed after {self.bytes} body bytes with {due}')
+        elif self.framing.length is not None:
+            whole = self.framing.length
+            self.failure = StreamFailure('body_cut', f'connection closed after {self.bytes} of {whole} body bytes')
+        else:
+            self.failure = StreamFailure('body_cut', f'connection closed after {self.bytes} body bytes {how}')
+
+    def _bounded(self, data: bytes) -> bytes:
+        if self.bytes + len(data) > self.max_bytes:
+            data, self.end = data[: self.max_bytes - self.bytes], None
+            self.failure = StreamFailure(
+                'body_too_large', f'body is longer than the limit of {self.max_bytes} bytes (--max-stream-bytes)')
+        self.bytes += len(data)
+        return data
+
+    def _chunks(self, raw: bytes) -> bytes:
+        data, at, out = self._held + raw if self._held else raw, 0, []
+        self._held = b''
+        size = len(data)
+        while at < size and not self.end and not self.failure:
+            if self._state == 'data':
+                piece = data[at : at + self._left]
+                out.append(piece)
+                at += len(piece)
+                self._left -= len(piece)
+                if not self._left:
+                    self._state = 'crlf'
+            elif self._state == 'crlf':
+                if data[at] != 13 or (at + 1 < size and data[at + 1] != 10):
+                    self._malformed(data, at + (data[at] == 13), at, 'CRLF after the chunk data')
+                elif at + 1 == size:
+                    break
+                else:
+                    at += 2
+                    self._state = 'size'
+            elif self._state == 'size':
+                line = self._SIZE.match(data, at, at + MAX_CHUNK_LINE_BYTES)
+                if not line:
+                    self._partial(data, at, self._SIZE_START, 'a chunk size in hexadecimal')
+                    break
+                at = line.end()
+                self._left = int(line[1], 16)
+                self._state = 'data' if self._left else 'trailer'
+            else:
+                line = self._TRAILER.match(data, at, at + MAX_CHUNK_LINE_BYTES)
+                if not line:
+                    self._partial(data, at, self._TRAILER_START, 'a trailer field or the final CRLF')
+                    break
+                self._trailer += line.end() - at
+                if line.end() - at == 2:
+                    self.end = 'last_chunk'
+                elif self._trailer > MAX_TRAILER_BYTES:
+                    self.failure = StreamFailure('chunk_malformed', f'trailer is longer than {MAX_TRAILER_BYTES} bytes')
+                at = line.end()
+        self._held = data[at:] if not (self.end or self.failure) else b''
+        self._wire += size - len(self._held)
+        return b''.join(out)
+
+    def _partial(self, data: bytes, at: int, start: re.Pattern[bytes], wanted: str) -> None:
+        """Decide whether an incomplete line can still become what is wanted; if not, it fails at its first wrong byte."""
+        stop = min(len(data), at + MAX_CHUNK_LINE_BYTES)
+        found = start.match(data, at, stop)
+        good = found.end() if found else at
+        if good < stop:
+            self._malformed(data, good, at, wanted)
+        elif stop - at == MAX_CHUNK_LINE_BYTES:
+            self.failure = StreamFailure('chunk_malformed', f'expected {wanted}, found a line of over {stop - at} bytes')
+
+    def _malformed(self, data: bytes, wrong: int, _at: int, wanted: str) -> None:
+        # The bytes held from earlier reads stand in front of data, and _wire counts up to the first held byte.
+        found = f'byte 0x{data[wrong]:02x} ({chr(data[wrong])!a})' if wrong < len(data) else 'nothing'
+        where = f'offset {self._wire + wrong} of the framed body'
+        self.failure = StreamFailure('chunk_malformed', f'expected {wanted}, found {found} at {where}')
+
+
+# --- bytes to events (WHATWG HTML, "Parsing an event stream" and "Interpreting an event stream") ------------------------
+
+
+class Event(str):
+    """The data of an event whose type is not ``message``; equals its data, and ``type`` is its event type."""
+
+    __slots__ = ('type',)
+    type: str
+
+    def __new__(cls, data: str, kind: str) -> Event:
+        self = super().__new__(cls, data)
+        self.type = kind
+        return self
+
+
+class Events:
+    """Incremental event-stream parser: ``feed`` bytes, get the data of every event that they complete. No I/O.
+
+    Strict UTF-8; one BOM at offset 0 removed; lines end with LF, CR or CRLF and with nothing else (U+2028, U+2029,
+    U+0085, VT and FF are ordinary); an event is dispatched when the first terminator of its blank line is seen; one not
+    ended by a blank line never is. ``comments``, ``unknown_fields``, ``last_event_id`` and ``reconnection_ms`` tell what
+    else was seen, ``error_field`` the first ``error:`` line (old llama.cpp) as (events dispatched before it, value).
+    """
+
+    def __init__(self, *, max_line_chars: int = MAX_LINE_CHARS, max_event_chars: int = MAX_EVENT_CHARS) -> None:
+        self.max_line_chars = max_line_chars
+        self.max_event_chars = max_event_chars
+        self.failure: StreamFailure | None = None
+        self.dispatched = 0
+        self.comments = 0
+        self.unknown_fields = 0
+        self.error_field: tuple[int, str] | None = None
+        self.last_event_id = ''
+        self.reconnection_ms: int | None = None
+        self._tail = b''  # the start of a character that the next read completes
+        self._offset = 0  # body offset of the first byte of _tail
+        self._begun = False  # the first character, which may be a BOM, was seen
+        self._after_cr = False  # the last character was a CR: an LF now belongs to it
+        self._line: list[str] = []  # the pieces of a line that is still open ...
+        self._line_chars = 0  # ... and their length
+        self._data: list[str] = []  # the data buffer, a line an item ...
+        self._data_chars = 0  # ... and its length with the joining LFs
+        self._type = ''
+        self._id = ''
+
+    def feed(self, raw: bytes) -> list[str]:
+        """The data of each event that ``raw`` completes, as str (an ``Event`` where the type is not ``message``).
+
+        Raises StreamFailure (a ValueError) on a broken rule. Where ``raw`` completes events before the offending
+        character these are returned, ``failure`` is set and the next call raises.
+        """
+        if self.failure:
+            raise self.failure
+        out: list[str] = []
+        text, failure = self._decode(raw)
+        try:
+            if text:
+                self._lines(text, out)
+        except StreamFailure as earlier:
+            failure = earlier
+        self.failure = failure
+        self.dispatched += len(out)
+        if failure and not out:
+            raise failure
+        return out
+
+    def finish(self) -> None:
+        """The body ended. Raises the pending failure, or NotUtf8 (a UnicodeDecodeError) if it ended inside a character."""
+        if not self.failure and self._tail:
+            self.failure = NotUtf8(self._tail, self._offset, 'unexpected end of data')
+        if self.failure:
+            raise self.failure
+
+    @property
+    def open_data(self) -> str | None:
+        """Data that no blank line has ended, with an open ``data`` line taken as ended; None without any. Never an event."""
+        line = ''.join(self._line)
+        name, _, value = line.partition(':')
+        lines = self._data + ([value[value.startswith(' ') :]] if name == 'data' else [])
+        return '\n'.join(lines) if lines else None
+
+    def _decode(self, raw: bytes) -> tuple[str, NotUtf8 | None]:
+        data = self._tail + raw if self._tail else raw
+        failure = None
+        try:
+            text, used = codecs.utf_8_decode(data, 'strict', False)
+        except UnicodeDecodeError as exc:
+            text, used = codecs.utf_8_decode(data[: exc.start], 'strict', True)
+            failure = NotUtf8(data[exc.start : exc.start + 1], self._offset + exc.start, 'invalid start or continuation byte')
+        self._tail = data[used:]
+        self._offset += used
+        if text and not self._begun:
+            self._begun = True
+            text = text[text[0] == '\ufeff' :]
+        return text, failure
+
+    def _lines(self, text: str, out: list[str]) -> None:
+        if self._after_cr and text[0] == '\n':
+            text = text[1:]
+            self._after_cr = False
+            if not text:
+                return
+        self._after_cr = text[-1] == '\r'
+        if '\r' in text:
+            text = text.replace('\r\n', '\n').replace('\r', '\n')
+        lines = text.split('\n')
+        if self._line:
+            self._line.append(lines[0])
+            self._line_chars += len(lines[0])
+            if self._line_chars > self.max_line_chars:
+                raise self._too_long('line', self.max_line_chars)
+            if len(lines) == 1:
+                return
+            lines[0] = ''.join(self._line)
+            self._line.clear()
+        rest = lines.pop()
+        # The hot path, once per line and bound to locals: a data line, then the blank line that dispatches it.
+        max_line, max_event, buffer = self.max_line_chars, self.max_event_chars, self._data
+        for line in lines:
+            if not line:
+                if buffer:
+                    data = buffer[0] if len(buffer) == 1 else '\n'.join(buffer)
+                    out.append(data if not self._type or self._type == 'message' else Event(data, self._type))
+                    buffer.clear()
+                self._type = ''
+                self.last_event_id = self._id
+            elif len(line) > max_line:
+                raise self._too_long('line', max_line)
+            elif line.startswith('data: '):
+                line = line[6:]
+                self._data_chars = self._data_chars + 1 + len(line) if buffer else len(line)
+                if self._data_chars > max_event:
+                    raise self._too_long('event', max_event)
+                buffer.append(line)
+            else:
+                self._field(line, self.dispatched + len(out))
+        if rest:
+            self._line.append(rest)
+            self._line_chars = len(rest)
+            if len(rest) > max_line:
+                raise self._too_long('line', max_line)
+
+    def _field(self, line: str, dispatched: int) -> None:
+        name, _, value = line.partition(':')
+        value = value[value.startswith(' ') :]
+        if not name:
+            self.comments += 1
+        elif name == 'data':
+            self._data_chars = self._data_chars + 1 + len(value) if self._data else len(value)
+            if self._data_chars > self.max_event_chars:
+                raise self._too_long('event', self.max_event_chars)
+            self._data.append(value)
+        elif name == 'event':
+            self._type = value
+        elif name == 'id':
+            if '\0' not in value:
+                self._id = value
+        elif name == 'retry':
+            if re.fullmatch('[0-9]{1,18}', value):
+                self.reconnection_ms = int(value)
+        elif name == 'error':
+            self.error_field = self.error_field or (dispatched, value)
+        else:
+            self.unknown_fields += 1
+
+    def _too_long(self, what: str, limit: int) -> StreamFailure:
+        return StreamFailure(
+            f'{what}_too_long', f'{what} is longer than the limit of {limit} characters (--max-{what}-chars)')
+
+
+# --- events to verdict (OpenAI API, "The chat completion chunk object") --------------------------------------------------
+
+# State and input give the next state; a pair that is missing is the failure named in VIOLATIONS.
+TRANSITIONS = {
+    ('open', 'text'): 'open',
+    ('open', 'finish'): 'finished',
+    ('open', 'done'): 'done',  # judged at the end: no_finish
+    ('finished', 'finish again'): 'finished',
+    ('finished', 'done'): 'done',
+}
+VIOLATIONS = {
+    ('finished', 'text'): ('text_after_finish', 'text after finish_reason {finish!r}'),
+    ('finished', 'finish'): ('second_finish', 'a second finish_reason after {finish!r}'),
+}
+
+
+class Policy(NamedTuple):
+    """How strict to be: finish reasons accepted beside ``stop``, failures tolerated, warnings that fail the run."""
+
+    accept_finish: tuple[str, ...] = ()
+    tolerate: tuple[str, ...] = ()
+    fail_on: tuple[str, ...] = ()
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(',', ':'), default=str)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        for key, value in pairs:
+            # Compared as JSON, so that 1, 1.0 and true differ.
+            if json.dumps(value, sort_keys=True) != json.dumps(members[key], sort_keys=True):
+                raise StreamFailure('repeated_key', 'a key stands twice in one object with different values')
+    return members
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise StreamFailure('not_json', f'{name} is not JSON')
+
+
+def _bounded_int(digits: str) -> int:
+    if len(digits.lstrip('-')) <= MAX_INT_DIGITS:
+        try:
+            return int(digits)
+        except ValueError:  # a lower limit was set in this process
+            pass
+    raise StreamFailure('json_limits', f'an integer of more than {MAX_INT_DIGITS} digits')
+
+
+def _depth(text: str) -> int:
+    brackets = re.findall(r'[\[\]{}]', re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', '', text, flags=re.DOTALL))
+    deepest = level = 0
+    for bracket in brackets:
+        level += 1 if bracket in '[{' else -1
+        deepest = max(deepest, level)
+    return deepest
+
+
+_checked = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_bounded_int).decode
+_scan = json.JSONDecoder(parse_constant=_no_constant).scan_once
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text, the same on every Python.
+
+    Raises StreamFailure: ``not_json`` (NaN and Infinity are none), ``json_limits`` for more than 100 levels or an integer
+    of more than 4,300 digits, ``repeated_key`` for a key that stands twice in one object with different values.
+    """
+    if text.count('[') + text.count('{') > MAX_NESTING and _depth(text) > MAX_NESTING:
+        raise StreamFailure('json_limits', f'JSON nested more than {MAX_NESTING} levels deep')
+    try:
+        return _checked(text)
+    except StreamFailure:
+        raise
+    except (ValueError, RecursionError):
+        raise StreamFailure('not_json', 'not JSON') from None
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def visible(text: Iterable[str]) -> bool:
+    """Whether any character shows: not Cc, Cf, Cs, Zs, Zl or Zp, not U+FFFD and not a noncharacter."""
+    for char in set(text):
+        point = ord(char)
+        if unicodedata.category(char) not in ('Cc', 'Cf', 'Cs', 'Zs', 'Zl', 'Zp') and point != 0xFFFD:
+            if not (0xFDD0 <= point <= 0xFDEF or point & 0xFFFE == 0xFFFE):
+                return True
+    return False
+
+
+class ChatCompletion:
+    """The strict state machine of one streamed chat completion with one text choice. No I/O.
+
+    Either ``feed`` it body bytes, which runs them through ``events`` and yields text as it is found, or ``take`` one
+    event at a time; then ``end`` gives the verdict. ``text``, ``finish_reason``, ``done``, ``warnings`` and the counts may
+    be read at any time. A failure is absorbing: it stands, and every later call raises it.
+    """
+
+    def __init__(self, *, model: str | None = None, max_tokens: int | None = None, usage_asked: bool = False,
+                 policy: Policy = Policy(), max_answer_chars: int = MAX_ANSWER_CHARS, events: Events | None = None,
+                 secret: Secret | None = None) -> None:  # fmt: skip
+        self.events = events or Events()
+        self.asked_model, self.max_tokens, self.usage_asked = model, max_tokens, usage_asked
+        self.policy = policy
+        self.max_answer_chars = max_answer_chars
+        self.secret = secret or Secret(None)
+        self.state = 'open'
+        self.failure: StreamFailure | None = None
+        self.warnings: dict[str, int] = {}
+        self.seen = 0  # events judged, up to [DONE]
+        self.data_events = 0  # of these the ones of type message, with data
+        self.content_events = 0
+        self.reasoning_events = self.reasoning_chars = 0
+        self.answer_chars = 0
+        self.visible = False
+        self.finish_reason: str | None = None
+        self.usage: dict[str, int | None] = {'completion_tokens': None, 'prompt_tokens': None, 'cached_tokens': None,
+                                             'reasoning_tokens': None}  # fmt: skip
+        self.usage_seen = False
+        self.id: Any = None  # of the chunks with text, or of the first chunk that has one
+        self.text_id: Any = None
+        self.model: str | None = None
+        self.system_fingerprint: str | None = None
+        self.server_error: dict[str, str] | None = None
+        self._pieces: list[str] = []
+        self._high = ''  # a high surrogate whose low half the next piece may bring
+
+    @property
+    def done(self) -> bool:
+        """Whether ``[DONE]`` was seen."""
+        return self.state == 'done'
+
+    @property
+    def text(self) -> str:
+        """The answer so far; a surrogate half left alone stands as U+FFFD."""
+        return re.sub('[\ud800-\udfff]', '\ufffd', ''.join(self._pieces) + self._high)
+
+    def feed(self, raw: bytes) -> Iterator[str]:
+        """Judge the events that ``raw`` (body bytes) completes; yields each new piece of text. Raises StreamFailure.
+
+        Text that came before a failure is yielded before it is raised, also when both share ``raw``.
+        """
+        events = self.events
+        if self.state == 'done':  # only to count what follows
+            try:
+                later = len(events.feed(raw))
+            except ValueError:
+                later = 0
+            if later:
+                self._warn('after_done', later)
+            return
+        before = events.dispatched
+        try:
+            found = events.feed(raw)
+        except StreamFailure:  # kept in events.failure; an error field may stand before it
+            found = []
+        stop = events.error_field[0] - before if events.error_field else -1
+        for at, data in enumerate(found):
+            if at == stop:
+                break
+            piece = self.take(data)
+            if piece:
+                yield piece
+            if self.state == 'done':
+                if at + 1 < len(found):
+                    self._warn('after_done', len(found) - at - 1)
+                return
+        if events.error_field:
+            self._error(events.error_field[1])
+        if events.failure:
+            raise self._fail(events.failure)
+
+    def take(self, data: str) -> str:
+        """Judge one event: its data, an ``Event`` where its type is not ``message``. Returns the text it adds.
+
+        Raises StreamFailure; within one chunk the first finding stands, in the order error object, JSON, usage, choice,
+        delta, finish and text.
+        """
+        if self.failure:
+            raise self.failure
+        if self.state == 'done':
+            self._warn('after_done')
+            return ''
+        self.seen += 1
+        try:
+            kind = data.type if isinstance(data, Event) else 'message'
+            if kind == 'error':
+                self._error(data)
+            if data == '[DONE]':
+                self._move('done')
+                return ''
+            if kind != 'message':
+                self._warn('named_event')
+                return ''
+            if not data:
+                self._warn('empty_event')
+                return ''
+            self.data_events += 1
+            return self._chunk(self._parse(data))
+        except StreamFailure as failure:
+            raise self._fail(failure) from None
+
+    def end(self, body_end: str | None = None) -> None:
+        """The verdict once the stream is over. ``body_end`` tells how the body ended (``Body.end``), None if unknown.
+
+        Returns on a pass; raises StreamFailure otherwise: the failure found before, or one of the boundary completion.
+        """
+        if self.failure:
+            raise self.failure
+        if self._high:
+            self._pieces.append(self._high)
+            self._high = ''
+        try:
+            self._judge(body_end)
+        except StreamFailure as failure:
+            raise self._fail(failure) from None
+
+    def _judge(self, body_end: str | None) -> None:
+        finish = self.finish_reason
+        if not self.done:
+            if not (finish and body_end in ('last_chunk', 'length') and 'no_done' in self.policy.tolerate):
+                raise StreamFailure('no_done', self._no_done(body_end))
+            self._warn('no_done')
+        if finish is None:
+            raise StreamFailure('no_finish', f'[DONE] came after {self.content_events} content events without a finish_reason')
+        if finish != 'stop' and finish not in self.policy.accept_finish:
+            raise StreamFailure('finish_not_accepted', f'finish_reason is "{self.secret.quote(finish)}", expected "stop"')
+        if not self.visible:
+            raise StreamFailure('no_visible_text', f'no visible character in {self.answer_chars} characters of text, '
+                                f'{self.reasoning_chars} of reasoning')  # fmt: skip
+        text = ''.join(self._pieces)
+        if re.search('[\ud800-\udfff]', text):
+            raise StreamFailure('unpaired_surrogate', 'half a surrogate pair stands alone in the text')
+        if '\ufffd' in text:
+            self._warn('replacement_character')
+        self._judge_usage()
+        refused = [w for w in self.warnings if w in self.policy.fail_on]
+        if refused:
+            raise StreamFailure('warning_refused', f'{refused[0]} (--fail-on): {warning_text(refused[0])}')
+
+    def _judge_usage(self) -> None:
+        tokens = self.usage['completion_tokens']
+        if self.usage_asked and not self.usage_seen:
+            self._warn('no_usage')
+        if tokens == 0 and (self.content_events or self.reasoning_events):
+            self._warn('usage_contradicts')
+        if tokens is not None and self.max_tokens is not None and tokens > self.max_tokens:
+            self._warn('max_tokens_exceeded')
+
+    def _no_done(self, body_end: str | None) -> str:
+        how = {'last_chunk': 'its last chunk', 'length': 'its Content-Length', 'closed': 'closing'}.get(body_end or '')
+        finish = 'none' if self.finish_reason is None else f'"{self.secret.quote(self.finish_reason)}"'
+        message = f'the body ended before [DONE]{f", by {how}," if how else ""} after {self.seen} events; finish_reason: {finish}'
+        left = self.events.open_data
+        if left == '[DONE]':
+            message += '; "data: [DONE]" stands at the end, but no blank line ends that event'
+        elif left is not None:
+            message += f'; an event of {len(left)} characters was cut'
+        elif not self.seen and self.events.unknown_fields:
+            message += f'; {self.events.unknown_fields} lines were no event-stream fields'
+        return message
+
+    def _warn(self, code: str, times: int = 1) -> None:
+        self.warnings[code] = self.warnings.get(code, 0) + times
+
+    def _fail(self, failure: StreamFailure) -> StreamFailure:
+        if not self.failure:
+            if failure.boundary in ('json', 'protocol'):
+                failure.event = self.seen
+            self.failure = failure
+        return self.failure
+
+    def _move(self, step: str) -> None:
+        target = TRANSITIONS.get((self.state, step))
+        if target is None:
+            code, message = VIOLATIONS[self.state, step]
+            raise StreamFailure(code, message.format(finish=self.secret.quote(self.finish_reason)))
+        self.state = target
+
+    def _parse(self, data: str) -> dict[str, Any]:
+        """The chunk in ``data``. The plain C scanner reads it; a count proves that no key can stand twice.
+
+        Each key has a colon of its own outside strings. So where the text has no more colons than the objects at hand
+        have different keys, no key was repeated, and the slower checked decoder is not needed.
+        """
+        if len(data) <= MAX_INT_DIGITS and data.count('[') + data.count('{') <= MAX_NESTING:
+            try:
+                chunk, end = _scan(data, 0)
+            except (ValueError, StopIteration, RecursionError):
+                chunk, end = None, -1
+            if end == len(data) and type(chunk) is dict:
+                keys = len(chunk)
+                choices = chunk.get('choices')
+                if type(choices) is list and len(choices) == 1 and type(choices[0]) is dict:
+                    delta = choices[0].get('delta')
+                    keys += len(choices[0]) + (len(delta) if type(delta) is dict else 0)
+                usage = chunk.get('usage')
+                if type(usage) is dict:
+                    keys += len(usage)
+                if data.count(':') == keys:
+                    return chunk
+        try:
+            chunk = strict_json(data)
+        except StreamFailure as exc:
+            raise StreamFailure(exc.code, f'event {self.seen}: {exc.message}: "{self.secret.quote(data, 120)}"') from None
+        if type(chunk) is not dict:
+            raise StreamFailure('not_an_object', f'event {self.seen} is JSON but no object: "{self.secret.quote(data, 120)}"')
+        return chunk
+
+    def _chunk(self, chunk: dict[str, Any]) -> str:
+        choices, usage = chunk.get('choices'), chunk.get('usage')
+        if chunk.get('error') is not None or chunk.get('object') == 'error':
+            self._error(chunk.get('error') if chunk.get('error') is not None else chunk)
+        if not choices and (choices is None or choices == []):
+            if any(chunk.get(k) is not None for k in ('message', 'detail', 'code')):
+                self._error(chunk)
+            if choices is None and usage is None:
+                self._warn('empty_chunk')
+        elif type(choices) is list:
+            for choice in choices:
+                if type(choice) is dict and choice.get('error') is not None:
+                    self._error(choice['error'])
+        self._head_members(chunk)
+        if usage is not None:
+            self._usage(usage)
+        if not choices and (choices is None or choices == []):
+            self._other_id(chunk.get('id'))
+            return ''
+        choice = self._choice(choices)
+        delta = choice.get('delta')
+        content = self._delta(delta) if delta is not None else ''
+        finish = choice.get('finish_reason')
+        if content:
+            self._move('text')
+            self._text_id(chunk.get('id'))
+            content = self._text(content)
+        else:
+            self._other_id(chunk.get('id'))
+        if finish is not None:
+            self._finish(finish)
+        return content
+
+    def _error(self, error: Any) -> NoReturn:
+        """Raise ``server_error`` for an error in any of its forms: object, string, or event data of type error."""
+        if isinstance(error, str):
+            try:
+                error = strict_json(error)
+            except StreamFailure:
+                error = str(error)
+        if isinstance(error, dict) and error.get('error') is not None:
+            error = error['error']
+        parts = {'message': error}
+        if isinstance(error, dict):
+            message = next((error[k] for k in ('message', 'detail', 'error') if error.get(k) is not None), error)
+            parts = {'message': message, 'type': error.get('type') or error.get('error_type'), 'code': error.get('code')}
+        self.server_error = {k: self.secret.quote(v) for k, v in parts.items() if v is not None}
+        extra = ''.join(f', {k} {v}' for k, v in self.server_error.items() if k != 'message')
+        failure = StreamFailure('server_error', f'error in the stream: {self.server_error["message"]}{extra}', event=self.seen)
+        raise self._fail(failure)
+
+    def _head_members(self, chunk: dict[str, Any]) -> None:
+        kind, model, print_ = chunk.get('object'), chunk.get('model'), chunk.get('system_fingerprint')
+        if kind != 'chat.completion.chunk' and kind is not None:
+            self._warn('object_differs')
+        if model and model != self.model and isinstance(model, str):
+            self.model = model
+            if self.asked_model is not None and model != self.asked_model:
+                self._warn('model_differs')
+        if print_ and self.system_fingerprint is None and isinstance(print_, str):
+            self.system_fingerprint = print_
+
+    def _usage(self, usage: Any) -> None:
+        if type(usage) is not dict:
+            raise StreamFailure('bad_usage', f'event {self.seen}: usage is neither an object nor null')
+        self.usage_seen = True
+        count = usage.get('completion_tokens')
+        if count is not None:
+            if not _count(count):
+                quoted = self.secret.quote(count, 40)
+                raise StreamFailure('bad_usage', f'event {self.seen}: completion_tokens {quoted} is no whole number from 0 up')
+            self.usage['completion_tokens'] = count
+        prompt, completion = usage.get('prompt_tokens_details'), usage.get('completion_tokens_details')
+        for name, value in (
+            ('prompt_tokens', usage.get('prompt_tokens')),
+            ('cached_tokens', prompt.get('cached_tokens') if type(prompt) is dict else None),
+            ('reasoning_tokens', completion.get('reasoning_tokens') if type(completion) is dict else None),
+        ):
+            if _count(value):
+                self.usage[name] = value
+
+    def _choice(self, choices: Any) -> dict[str, Any]:
+        if type(choices) is not list:
+            raise StreamFailure('bad_shape', f'event {self.seen}: choices is neither an array nor null')
+        if len(choices) > 1:
+            raise StreamFailure('many_choices', f'event {self.seen} has {len(choices)} choices, expected one')
+        choice = choices[0]
+        if type(choice) is not dict:
+            raise StreamFailure('bad_shape', f'event {self.seen}: the choice is no object')
+        index = choice.get('index', 0)
+        if index != 0 or type(index) is not int:
+            quoted = self.secret.quote(index, 40)
+            raise StreamFailure('choice_index', f'event {self.seen}: the choice has index {quoted}, expected 0')
+        if 'index' not in choice:
+            if 'missing_index' not in self.policy.tolerate:
+                raise StreamFailure('missing_index', f'event {self.seen}: the choice has no index')
+            self._warn('missing_index')
+        return choice
+
+    def _delta(self, delta: Any) -> str:
+        if type(delta) is not dict:
+            raise StreamFailure('bad_shape', f'event {self.seen}: delta is neither an object nor null')
+        content = delta.get('content')
+        if content is not None and type(content) is not str:
+            raise StreamFailure('bad_shape', f'event {self.seen}: content is neither a string nor null')
+        if not content or len(delta) > 1:
+            if delta.get('tool_calls') or delta.get('function_call'):
+                raise StreamFailure('tool_call', f'event {self.seen} calls a tool, expected text')
+            if delta.get('refusal'):
+                raise StreamFailure('refused', f'event {self.seen}: refusal "{self.secret.quote(delta["refusal"])}"')
+            reasoning = delta.get('reasoning') or delta.get('reasoning_content')
+            if reasoning and isinstance(reasoning, str):
+                self.reasoning_events += 1
+                self.reasoning_chars += len(reasoning)
+        return content or ''
+
+    def _text_id(self, given: Any) -> None:
+        if given is None or given == '' or given == self.text_id:
+            return
+        if self.text_id is not None:
+            if 'id_changed' not in self.policy.tolerate:
+                was, now = self.secret.quote(self.text_id, 60), self.secret.quote(given, 60)
+                raise StreamFailure('id_changed', f'event {self.seen} carries text under id "{now}", earlier text had "{was}"')
+            self._warn('id_changed')
+        elif self.id is not None and self.id != given:
+            self._warn('id_differs')
+        self.id = self.text_id = given
+
+    def _other_id(self, given: Any) -> None:
+        if given is None or given == '' or given == self.id:
+            return
+        if self.id is not None:
+            self._warn('id_differs')
+        else:
+            self.id = given
+
+    def _text(self, content: str) -> str:
+        """Take in new answer text; returns it as it can be shown, a high surrogate held back for its other half."""
+        self.answer_chars += len(content)
+        if self.answer_chars > self.max_answer_chars:
+            limit = f'the limit of {self.max_answer_chars} characters (--max-answer-chars)'
+            self.answer_chars -= len(content)
+            raise StreamFailure('answer_too_long', f'answer is longer than {limit}')
+        self.content_events += 1
+        if self._high or not content.isascii():
+            content = self._high + content
+            self._high = ''
+            if re.search('[\ud800-\udfff]', content):
+                content = content.encode('utf-16-le', 'surrogatepass').decode('utf-16-le', 'surrogatepass')
+                if '\ud800' <= content[-1] <= '\udbff':
+                    content, self._high = content[:-1], content[-1]
+        self._pieces.append(content)
+        if not self.visible:
+            self.visible = visible(content)
+        return content
+
+    def _finish(self, finish: Any) -> None:
+        if type(finish) is not str or len(finish) > MAX_FINISH_CHARS:
+            raise StreamFailure('bad_shape', f'event {self.seen}: finish_reason is no string of up to {MAX_FINISH_CHARS} characters')
+        if finish in ('', 'null'):
+            self._warn('finish_empty')
+        elif finish == self.finish_reason:
+            self._move('finish again')
+            self._warn('finish_repeated')
+        else:
+            self._move('finish')
+            self.finish_reason = finish
+
+
+def warning_text(code: str) -> str:
+    """What a warning says; a tolerated failure says its meaning."""
+    return WARNINGS.get(code) or f'tolerated: {FAILURES[code].meaning}'
+
+
+# --- time ---------------------------------------------------------------------------------------------------------------
+
+
+class _GraceOver(Exception):
+    """A wait that changes nothing (after [DONE], for an error body) is over."""
+
+
+class Clock:
+    """The clocks of one run on one monotonic clock, in seconds: idle, deadline, and where asked for first text and stall.
+
+    ``remaining`` is the timeout for the next operation on the wire; it raises when a clock has run out, with the phase
+    reached and, from ``arrived``, what had come.
+    """
+
+    _WORDS = {'idle_timeout': ('no byte for {0:g} s (--idle {0:g})', 'idle'),
+              'deadline': ('not over after {0:g} s (--deadline {0:g})', 'deadline'),
+              'first_text_timeout': ('no visible text after {0:g} s (--first-text {0:g})', 'first_text'),
+              'stall_timeout': ('no event with data for {0:g} s (--stall {0:g})', 'stall')}  # fmt: skip
+
+    def __init__(self, idle: float, deadline: float, first_text: float | None = None, stall: float | None = None,
+                 now: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
+        self.idle, self.deadline, self.first_text, self.stall = idle, deadline, first_text, stall
+        self.now = now
+        self.start = self.moved = now()  # moved: the last progress of bytes, either way
+        self.event_at: float | None = None  # the last event with data; from sending on
+        self.text_seen = False
+        self.boundary, self.phase = 'resolve', 'resolving the host name'
+        self.arrived: Callable[[], str] = lambda: 'nothing had arrived'
+        self._grace: float | None = None
+
+    def enter(self, boundary: str, phase: str) -> None:
+        """A new phase begins; beginning it counts as progress."""
+        self.boundary, self.phase, self.moved = boundary, phase, self.now()
+
+    def grace(self, seconds: float) -> None:
+        """From here on nothing but the deadline and these seconds count, and their end raises _GraceOver."""
+        self._grace = min(self.now() + seconds, self.start + self.deadline)
+
+    def due(self) -> tuple[float, str]:
+        """The earliest end of a clock and its code."""
+        ends = [(self.moved + self.idle, 'idle_timeout'), (self.start + self.deadline, 'deadline')]
+        if self.first_text is not None and not self.text_seen:
+            ends.append((self.start + self.first_text, 'first_text_timeout'))
+        if self.stall is not None and self.event_at is not None:
+            ends.append((self.event_at + self.stall, 'stall_timeout'))
+        return min(ends)
+
+    def remaining(self) -> float:
+        """Seconds until the next clock runs out, above 0. Raises StreamFailure (or _GraceOver) when one has."""
+        end, code = self.due() if self._grace is None else (self._grace, '')
+        left = end - self.now()
+        if left > 0:
+            return left
+        if not code:
+            raise _GraceOver
+        raise self.failure(code)
+
+    def failure(self, code: str) -> StreamFailure:
+        """The failure that says which clock ran out, in which phase, and what had arrived."""
+        words, name = self._WORDS[code]
+        limit = words.format(getattr(self, name))
+        return StreamFailure(code, f'{limit} while {self.phase}; {self.arrived()}', boundary=self.boundary)
+
+
+# --- transport ----------------------------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """A validated endpoint URL. ``host`` is without brackets."""
+
+    url: str
+    https: bool
+    host: str
+    port: int
+    path: str
+
+
+def loopback(host: str) -> bool:
+    """Whether ``host`` is an IPv4 or IPv6 loopback literal in its plain form."""
+    for family, test in ((socket.AF_INET, b'\x7f'), (socket.AF_INET6, b'\0' * 15 + b'\1')):
+        try:
+            if socket.inet_pton(family, host).startswith(test):
+                return True
+        except (OSError, ValueError):
+            pass
+    return False
+
+
+def _authority(argument: str, text: str, default_port: int | None) -> tuple[str, int]:
+    parts = re.fullmatch(r'(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]{1,253}))(:[0-9]{0,6})?', text)
+    if not parts:
+        raise Refused(argument, 'the host is malformed (a name, an IPv4 address, or an IPv6 address in brackets)')
+    if parts[1]:
+        try:
+            socket.inet_pton(socket.AF_INET6, parts[1])
+        except OSError:
+            raise Refused(argument, 'the IPv6 address is malformed') from None
+    port = int(parts[3][1:] or '0') if parts[3] else default_port
+    if port is None or not 1 <= port <= 65535:
+        raise Refused(argument, 'the port must be from 1 to 65535')
+    return parts[1] or parts[2], port
+
+
+def parse_url(url: str) -> Target:
+    """The parts of an endpoint URL. Raises Refused; the message never repeats user info, query or a bad port."""
+    if not isinstance(url, str) or not re.fullmatch('[\x21-\x7e]{1,4096}', url):
+        raise Refused('url', 'must be 1 to 4,096 printable ASCII characters without spaces')
+    for char, what in (('\\', 'a backslash'), ('#', 'a fragment'), ('?', 'a query')):
+        if char in url:
+            raise Refused('url', f'must not have {what}')
+    parts = re.fullmatch('(https?)://([^/]*)(/.*)?', url, re.IGNORECASE)
+    if not parts:
+        raise Refused('url', 'must be a full http:// or https:// URL')
+    if '@' in parts[2]:
+        raise Refused('url', f'must not have credentials; the key goes into {KEY_VARIABLE}')
+    https = parts[1].lower() == 'https'
+    host, port = _authority('url', parts[2], 443 if https else 80)
+    if not https and host.lower() != 'localhost' and not loopback(host):
+        raise Refused('url', 'plain http is for loopback only: use https, or a tunnel that ends on 127.0.0.1')
+    return Target(url, https, host, port, parts[3] or '/')
+
+
+def resolve(host: str, port: int, clock: Clock) -> list[Any]:
+    """The addresses of a host as getaddrinfo gives them, in a thread that is abandoned when a clock runs out."""
+    answer: list[Any] = []
+    over = threading.Event()
+
+    def look_up() -> None:
+        try:
+            answer.extend(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as exc:
+            answer[:] = [exc]
+        finally:
+            over.set()
+
+    try:
+        threading.Thread(target=look_up, name='resolver', daemon=True).start()
+    except RuntimeError as exc:
+        raise StreamFailure('resolve_failed', f'no thread for the resolver: {exc}') from None
+    while not over.wait(clock.remaining()):
+        pass
+    if not answer or isinstance(answer[0], Exception):
+        reason = escaped(str(answer[0])) if answer else 'no address'
+        raise StreamFailure('resolve_failed', f'{host} was not resolved: {reason}')
+    return answer
+
+
+def connect(addresses: list[Any], clock: Clock) -> socket.socket:
+    """A connected TCP socket: the addresses in turn, each with its share of the time that remains."""
+    problems: list[str] = []
+    refused = 0
+    for at, (family, kind, proto, _, address) in enumerate(addresses):
+        clock.enter('connect', 'connecting')
+        name = _peer(address)
+        share = (clock.start + clock.deadline - clock.now()) / (len(addresses) - at)
+        try:
+            sock = socket.socket(family, kind, proto)
+        except OSError as exc:
+            problems.append(f'{name}: {exc.strerror}')
+            continue
+        try:
+            sock.settimeout(min(share, clock.remaining()))
+            sock.connect(address)
+            if sock.getsockname() == sock.getpeername():  # the kernel met itself on a free port of its own range
+                raise ConnectionRefusedError(errno.ECONNREFUSED, 'Connection refused')
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
+        except OSError as exc:
+            sock.close()
+            if isinstance(exc, TimeoutError) and exc.errno is None:
+                if at + 1 == len(addresses):
+                    raise clock.failure(clock.due()[1]) from None
+                problems.append(f'{name}: timed out')
+            else:
+                refused += isinstance(exc, ConnectionRefusedError)
+                problems.append(f'{name}: {exc.strerror or exc}')
+        except BaseException:
+            sock.close()
+            raise
+    code = 'connect_refused' if refused == len(problems) else 'connect_failed'
+    raise StreamFailure(code, '; '.join(problems[:8]) + (f'; and {len(problems) - 8} more' if problems[8:] else ''))
+
+
+def _peer(address: tuple[Any, ...]) -> str:
+    return f'[{address[0]}]:{address[1]}' if ':' in str(address[0]) else f'{address[0]}:{address[1]}'
+
+
+class _SendStopped(Exception):
+    """The request was not sent whole: the server answered, closed or reset while it was being sent."""
+
+
+class Wire:
+    """The connection as http.client sees it (``sendall``, ``makefile``), with the clocks in front of every operation.
+
+    http.client may close what it thinks its socket or file is: ``close`` leaves the connection open, ``shut`` ends it.
+    Every ``makefile`` is this one reader, so that no byte is lost between head and body. TLS runs over memory BIOs: then
+    each socket read is one clocked operation in the handshake too, and ``read_at`` is the time it returned.
+    """
+
+    def __init__(self, sock: socket.socket, clock: Clock) -> None:
+        self.sock, self.clock = sock, clock
+        self.read_at = clock.now()
+        self.first_at: float | None = None  # the first byte of the answer
+        self.truncated = False  # TLS ended without close_notify
+        self.tls: ssl.SSLObject | None = None
+        self._in: ssl.MemoryBIO | None = None
+        self._out: ssl.MemoryBIO | None = None
+        self._buffer = bytearray()
+        self._searched = 0
+        self._status_due = True
+        self.head_bytes = 0
+
+    # -- what http.client calls
+
+    def sendall(self, data: bytes) -> None:
+        """Send everything, or raise: StreamFailure for a clock, _SendStopped where the server stopped it."""
+        if self.tls and self._out:
+            for at in range(0, len(data), 16384):  # records, so that the BIO does not hold the whole body twice
+                self.tls.write(data[at : at + 16384])
+                self._send(self._out.read())
+        else:
+            self._send(data)
+
+    def makefile(self, *_args: object, **_kwargs: object) -> Wire:
+        """This reader, whatever is asked for."""
+        return self
+
+    def readline(self, limit: int = -1) -> bytes:
+        """One line of the head, with its end. Raises StreamFailure where the head ends early, is too large or malformed."""
+        while (end := self._buffer.find(b'\n', self._searched)) < 0:
+            self._searched = len(self._buffer)
+            if self.head_bytes + self._searched > MAX_HEAD_BYTES:
+                raise StreamFailure('head_too_large', f'status line and header fields exceed {MAX_HEAD_BYTES} bytes')
+            raw = self.recv()
+            if not raw:
+                self.head_bytes += len(self._buffer)
+                raise StreamFailure('closed_before_head', f'connection closed after {self.head_bytes} bytes of the head')
+            self._buffer += raw
+        line = bytes(self._buffer[: end + 1])
+        del self._buffer[: end + 1]
+        self._searched = 0
+        if self._status_due and not re.fullmatch(rb'HTTP/1\.[0-9] [1-9][0-9]{2}(?: [^\r\n\x00]*)?\r?\n', line):
+            found = escaped(line[:60].decode('latin-1').rstrip())
+            raise StreamFailure('head_malformed', f'expected an HTTP/1.1 status line, found "{found}"')
+        if b'\0' in line or b'\r' in line[:-2] or line.endswith(b'\r\r\n'):
+            raise StreamFailure('head_malformed', 'a header line holds a bare CR or a NUL')
+        self._status_due = False
+        self.head_bytes += len(line)
+        if self.head_bytes > MAX_HEAD_BYTES:
+            raise StreamFailure('head_too_large', f'status line and header fields exceed {MAX_HEAD_BYTES} bytes')
+        return line if limit < 0 else line[:limit]
+
+    def begin_head(self) -> None:
+        """The next line is a status line."""
+        self._status_due, self.head_bytes = True, 0
+
+    def close(self) -> None:
+        """Nothing: http.client closes early on ``Connection: close``."""
+
+    flush = close
+
+    # -- what the run calls
+
+    def read(self) -> bytes:
+        """The next bytes of the answer, those that came with the head first; empty at the end. Raises OSError."""
+        if self._buffer:
+            raw = bytes(self._buffer)
+            self._buffer.clear()
+            return raw
+        return self.recv()
+
+    def secure(self, context: ssl.SSLContext, name: str) -> None:
+        """The TLS handshake. Raises StreamFailure of the boundary ``tls``."""
+        import ssl
+
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = context.wrap_bio(self._in, self._out, server_hostname=name)
+        try:
+            while True:
+                try:
+                    tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    self._send(self._out.read())
+                    raw = self._receive()
+                    if not raw:
+                        raise StreamFailure('tls_failed', 'connection closed in the TLS handshake') from None
+                    self._in.write(raw)
+            self._send(self._out.read())
+        except ssl.SSLCertVerificationError as exc:
+            self._alert()
+            code = {9: 'tls_expired', 10: 'tls_expired', 62: 'tls_name', 63: 'tls_name', 64: 'tls_name'}.get(exc.verify_code)
+            words = f'{exc.verify_message} (OpenSSL verify code {exc.verify_code}); asked for {name}'
+            raise StreamFailure(code or 'tls_untrusted', escaped(words)) from None
+        except (OSError, _SendStopped) as exc:  # SSLError is an OSError
+            self._alert()
+            reason = getattr(exc, 'reason', None) or getattr(exc, 'strerror', None) or str(exc)
+            raise StreamFailure('tls_failed', f'TLS handshake failed: {escaped(str(reason))}') from None
+        self.tls = tls
+        self.first_at = None
+
+    def _alert(self) -> None:
+        try:
+            if self._out and self._out.pending:
+                self.sock.setblocking(False)
+                self.sock.send(self._out.read())
+        except OSError:
+            pass
+
+    def recv(self) -> bytes:
+        """Decrypted bytes of at least one socket read; empty at the end of the connection. Raises OSError."""
+        if not self.tls or not self._in or not self._out:
+            return self._receive()
+        import ssl
+
+        while True:
+            try:
+                return self.tls.read(READ_BYTES)
+            except ssl.SSLWantReadError:
+                if self._out.pending:
+                    self._send(self._out.read())
+                raw = self._receive()
+                if raw:
+                    self._in.write(raw)
+                else:
+                    self._in.write_eof()
+            except ssl.SSLZeroReturnError:
+                return b''
+            except ssl.SSLEOFError:
+                self.truncated = True
+                return b''
+
+    def shut(self) -> None:
+        """Close the connection at once, so that the server can abort what it still computes."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.sock.close()
+
+    def _receive(self) -> bytes:
+        while True:
+            self.sock.settimeout(self.clock.remaining())
+            try:
+                raw = self.sock.recv(READ_BYTES)
+            except TimeoutError as exc:
+                if exc.errno is not None:  # ETIMEDOUT: the kernel gave the connection up
+                    raise
+                continue
+            self.read_at = self.clock.moved = self.clock.now()
+            if self.first_at is None:
+                self.first_at = self.read_at
+            return raw
+
+    def _send(self, data: bytes) -> None:
+        poller = select.poll()
+        watch = select.POLLOUT if self.tls or self._out else select.POLLOUT | select.POLLIN
+        poller.register(self.sock, watch)
+        view = memoryview(data)
+        self.sock.setblocking(False)
+        while view:
+            ready = poller.poll(math.ceil(self.clock.remaining() * 1000))
+            if not ready:
+                continue
+            try:
+                if ready[0][1] & ~select.POLLIN:
+                    view = view[self.sock.send(view[:READ_BYTES]) :]
+                    self.clock.moved = self.clock.now()
+                elif re.match(rb'HTTP/1\.[0-9] 1', self.sock.recv(10, socket.MSG_PEEK)):
+                    poller.modify(self.sock, select.POLLOUT)  # an interim answer: go on sending
+                else:
+                    raise _SendStopped('the server answered before it had read the request')
+            except BlockingIOError:
+                pass
+            except OSError as exc:
+                raise _SendStopped(exc.strerror or type(exc).__name__) from None
+
+
+class _Response(http.client.HTTPResponse):
+    """http.client's response head, counting the 100 answers that its ``begin`` would skip without end."""
+
+    interim = 0
+
+    def _read_status(self) -> tuple[str, int, str]:
+        self.fp.begin_head()  # type: ignore[attr-defined]  # our Wire
+        version, status, reason = super()._read_status()  # type: ignore[misc]  # not in typeshed
+        if status == http.client.CONTINUE:
+            self.interim += 1
+            if self.interim > MAX_INTERIM:
+                raise StreamFailure('interim_limit', f'more than {MAX_INTERIM} interim answers')
+        return version, status, reason
+
+
+def read_head(wire: Wire) -> tuple[_Response, int]:
+    """The final status line and header fields, and how many interim (1xx, not 101) answers came before them.
+
+    Raises StreamFailure of the boundary ``head``, or a clock's.
+    """
+    interim = 0
+    while True:
+        response = _Response(wire, method='POST')  # type: ignore[arg-type]  # our Wire stands for the socket
+        response.interim = interim
+        try:
+            response.begin()
+        except http.client.LineTooLong:
+            raise StreamFailure('head_too_large', 'a line of the head exceeds 65536 bytes') from None
+        except (http.client.HTTPException, ValueError) as exc:
+            if isinstance(exc, StreamFailure):
+                raise
+            if 'headers' in str(exc):
+                raise StreamFailure('head_too_large', 'more than 100 header fields') from None
+            raise StreamFailure('head_malformed', f'the head is malformed ({type(exc).__name__})') from None
+        except OSError as exc:
+            got = wire.head_bytes + len(wire._buffer)
+            raise StreamFailure('closed_before_head', f'{exc.strerror or exc} after {got} bytes of the head') from None
+        if response.msg.defects or response.msg.get_payload():
+            raise StreamFailure('head_malformed', 'a header line is no field: it could hide Transfer-Encoding')
+        interim = response.interim
+        if not 100 <= response.status < 200 or response.status == 101:
+            return response, interim
+        interim += 1
+        if interim > MAX_INTERIM:
+            raise StreamFailure('interim_limit', f'more than {MAX_INTERIM} interim answers')
+
+
+def tls_context(ca_file: str | None) -> ssl.SSLContext:
+    """A client context: TLS 1.2 at least, names verified, the system's trust or the one of ``ca_file``. Raises Refused.
+
+    Built by hand, since ssl.create_default_context would write the session keys to SSLKEYLOGFILE.
+    """
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(['http/1.1'])
+    if ca_file is None:
+        context.load_default_certs()
+        return context
+    try:
+        if not stat.S_ISREG(os.stat(ca_file).st_mode):
+            raise Refused('ca_file', 'is no regular file')
+        context.load_verify_locations(cafile=ca_file)
+    except ssl.SSLError:
+        raise Refused('ca_file', 'holds no certificate in PEM form') from None
+    except (OSError, ValueError, TypeError) as exc:
+        if isinstance(exc, Refused):
+            raise
+        raise Refused('ca_file', f'cannot be read: {getattr(exc, "strerror", None) or exc}') from None
+    return context
+
+
+# --- evidence -----------------------------------------------------------------------------------------------------------
+
+
+def to_json(record: Mapping[str, Any], one_line: bool = False) -> str:
+    """A record as JSON, one top-level key a line or all on one, with nothing in it that could steer a terminal."""
+    members = [f'{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}' for k, v in record.items()]
+    text = '{' + ', '.join(members) + '}' if one_line else '{\n ' + ',\n '.join(members) + '\n}'
+    return re.sub('[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]',
+                  lambda m: f'\\u{ord(m[0]):04x}', text) + '\n'  # fmt: skip
+
+
+class Evidence:
+    """The record file: created exclusively before anything is sent, replaced atomically by the final record.
+
+    At any moment the name is absent or holds valid JSON. Raises Refused from the constructor; ``finish`` raises OSError.
+    """
+
+    def __init__(self, path: str, provisional: str) -> None:
+        self.path = path
+        self.directory = os.path.dirname(path) or '.'
+        try:
+            self._fd = self._reserve(provisional)
+        except FileExistsError:
+            raise Refused('output', f'{escaped(path)} exists and is never overwritten') from None
+        except (OSError, ValueError) as exc:
+            reason = getattr(exc, 'strerror', None) or exc
+            raise Refused('output', f'{escaped(path)} cannot be created: {reason}') from None
+
+    def _reserve(self, text: str) -> int:
+        if os.path.lexists(self.path):
+            raise FileExistsError
+        if not os.path.basename(self.path):
+            raise IsADirectoryError(errno.EISDIR, 'names a directory')
+        temporary, fd = self._temporary(text)
+        try:
+            os.link(temporary, self.path, follow_symlinks=False)
+        except FileExistsError:
+            os.close(fd)
+            raise
+        except OSError:  # a file system without hard links
+            os.close(fd)
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                self._write(fd, text)
+            except BaseException:
+                os.close(fd)
+                os.unlink(self.path)
+                raise
+        finally:
+            os.unlink(temporary)
+        self._sync_directory()
+        return fd
+
+    def finish(self, text: str) -> None:
+        """Put the final record in place. Raises OSError if the name is gone or no longer ours, or writing fails."""
+        temporary, fd = self._temporary(text)
+        try:
+            os.close(fd)
+            ours, there = os.fstat(self._fd), os.lstat(self.path)
+            if (ours.st_dev, ours.st_ino) != (there.st_dev, there.st_ino):
+                raise FileExistsError(errno.EEXIST, 'the name now belongs to another file')
+            os.replace(temporary, self.path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        finally:
+            os.close(self._fd)
+        self._sync_directory()
+
+    def _temporary(self, text: str) -> tuple[str, int]:
+        path = os.path.join(self.directory, f'.stream-{os.urandom(8).hex()}.tmp')
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            self._write(fd, text)
+        except BaseException:
+            os.close(fd)
+            os.unlink(path)
+            raise
+        return path, fd
+
+    def _write(self, fd: int, text: str) -> None:
+        left = memoryview(text.encode())
+        while left:
+            left = left[os.write(fd, left) :]
+        os.fsync(fd)
+
+    def _sync_directory(self) -> None:
+        try:
+            fd = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # a directory that may be written but not read
+            return
+        try:
+            os.fsync(fd)
+        except OSError:  # some file systems refuse to sync a directory
+            pass
+        finally:
+            os.close(fd)
+
+
+# --- run ----------------------------------------------------------------------------------------------------------------
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of ``stream`` and ``ChatStream``; clocks in seconds, limits in characters or bytes."""
+
+    max_tokens: int
+    idle: float
+    deadline: float
+    first_text: float | None
+    stall: float | None
+    ca_file: str | None
+    token: str | None
+    connect_to: str | None
+    messages: list[dict[str, Any]] | None
+    system: str | None
+    extra_body: dict[str, Any] | None
+    accept_finish: Sequence[str]
+    tolerate: Sequence[str]
+    fail_on: Sequence[str]
+    max_line_chars: int
+    max_event_chars: int
+    max_answer_chars: int
+    max_stream_bytes: int
+    run_id: str | None
+    label: str | None
+    notes: Mapping[str, str] | None
+
+
+DEFAULTS: Options = {
+    'max_tokens': 128, 'idle': 10.0, 'deadline': 60.0, 'first_text': None, 'stall': None, 'ca_file': None, 'token': None,
+    'connect_to': None, 'messages': None, 'system': None, 'extra_body': None, 'accept_finish': (), 'tolerate': (),
+    'fail_on': (), 'max_line_chars': MAX_LINE_CHARS, 'max_event_chars': MAX_EVENT_CHARS,
+    'max_answer_chars': MAX_ANSWER_CHARS, 'max_stream_bytes': MAX_STREAM_BYTES, 'run_id': None, 'label': None, 'notes': None,
+}  # fmt: skip
+LIMITS = ('max_line_chars', 'max_event_chars', 'max_answer_chars', 'max_stream_bytes')
+CLOCKS = ('idle', 'deadline', 'first_text', 'stall')
+FIXED_MEMBERS = ('stream', 'n', 'model', 'messages')  # of the request body: what the verdict rests on
+
+
+def checked_text(argument: str, value: Any, most: int = MAX_EVENT_CHARS) -> str:
+    """A non-empty str that is valid Unicode, of at most ``most`` characters. Raises Refused."""
+    if not isinstance(value, str) or not value:
+        raise Refused(argument, 'must be text that is not empty')
+    if re.search('[\ud800-\udfff]', value):
+        raise Refused(argument, 'is not valid Unicode')
+    if len(value) > most:
+        raise Refused(argument, f'is longer than {most} characters')
+    return value
+
+
+def checked_key(argument: str, key: Any) -> str | None:
+    """An API key of characters 0x21 to 0x7e; None for none or an empty one. Raises Refused, which never holds the key."""
+    if not key:
+        return None
+    if not isinstance(key, str) or not re.fullmatch('[\x21-\x7e]{1,8192}', key):
+        raise Refused(argument, 'the key may only have characters from 0x21 to 0x7e')
+    return key
+
+
+def _checked_numbers(o: Options) -> None:
+    for name in CLOCKS:
+        value = o[name]  # type: ignore[literal-required]  # a name from CLOCKS
+        if value is None and name in ('first_text', 'stall'):
+            continue
+        if type(value) not in (int, float) or not 0 < value <= MAX_CLOCK_S:
+            raise Refused(name, f'must be seconds above 0, at most {MAX_CLOCK_S:g}')
+    for name, most in (('max_tokens', MAX_TOKENS), *((n, 2**40) for n in LIMITS)):
+        value = o[name]  # type: ignore[literal-required]  # a name from LIMITS
+        if type(value) is not int or not 1 <= value <= most:
+            raise Refused(name, f'must be a whole number from 1 to {most}')
+
+
+def _checked_policy(o: Options) -> Policy:
+    lists = []
+    for name, known in (('accept_finish', None), ('tolerate', TOLERABLE), ('fail_on', (*WARNINGS, 'all'))):
+        values = o[name]  # type: ignore[literal-required]  # one of the three names
+        if isinstance(values, str):
+            raise Refused(name, 'must be a sequence of strings')
+        for value in values:
+            if known is not None and value not in known:
+                raise Refused(name, f'knows only {", ".join(known)}')
+            checked_text(name, value, MAX_FINISH_CHARS)
+        lists.append(tuple(dict.fromkeys(values)))
+    accept, tolerate, fail_on = lists
+    return Policy(accept, tolerate, tuple(WARNINGS) + TOLERABLE if 'all' in fail_on else fail_on)
+
+
+def _checked_messages(prompt: str | None, o: Options) -> list[dict[str, Any]]:
+    messages = o['messages']
+    if messages is None:
+        messages = [{'role': 'user', 'content': checked_text('prompt', prompt)}]
+    elif prompt is not None:
+        raise Refused('messages', 'and a prompt exclude each other')
+    elif not isinstance(messages, list) or not messages:
+        raise Refused('messages', 'must be an array of messages that is not empty')
+    elif not all(isinstance(m, dict) and isinstance(m.get('role'), str) and m['role'] for m in messages):
+        raise Refused('messages', 'each message must be an object with a role')
+    if o['system'] is not None:
+        messages = [{'role': 'system', 'content': checked_text('system', o['system'])}, *messages]
+    return messages
+
+
+def _encoded(argument: str, value: Any) -> bytes:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(',', ':'), allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        raise Refused(argument, 'is not valid JSON in valid Unicode') from None
+
+
+def _checked_notes(o: Options) -> dict[str, str]:
+    notes = dict(o['notes'] or {})
+    if len(notes) > 64:
+        raise Refused('note', 'more than 64 notes')
+    for key, value in notes.items():
+        if not isinstance(key, str) or not re.fullmatch('[A-Za-z0-9_.-]{1,64}', key):
+            raise Refused('note', 'a key may have letters, digits, dot, dash and underscore')
+        checked_text('note', value, 1024)
+    return notes
+
+
+class ChatStream:
+    """One run: a context manager that yields the answer's text as it arrives and then holds the finished ``record``.
+
+    >>> with ChatStream(url, 'tiny', 'Say READY.') as answer:  # doctest: +SKIP
+    ...     for text in answer:
+    ...         print(text, end='')
+    >>> answer.record['ok']  # doctest: +SKIP
+
+    The constructor raises Refused (a ValueError) for arguments it does not take; nothing is sent before the first text is
+    asked for. Every later failure is in the record. Leaving early closes the connection and records ``interrupted``.
+    """
+
+    def __init__(self, url: str, model: str, prompt: str | None, **options: Unpack[Options]) -> None:
+        unknown = next((name for name in options if name not in DEFAULTS), None)
+        if unknown:
+            raise TypeError(f'unexpected keyword argument {unknown!r}')
+        self.options: Options = {**DEFAULTS, **options}
+        o = self.options
+        _checked_numbers(o)
+        self.target = parse_url(url)
+        self.model = checked_text('model', model, 1024)
+        self.policy = _checked_policy(o)
+        self.secret = Secret(checked_key('token', o['token']))
+        messages = _checked_messages(prompt, o)
+        self.notes = _checked_notes(o)
+        self.label = None if o['label'] is None else checked_text('label', o['label'], 256)
+        self.run_id = os.urandom(16).hex() if o['run_id'] is None else o['run_id']
+        if not isinstance(self.run_id, str) or not re.fullmatch('[A-Za-z0-9._-]{1,128}', self.run_id):
+            raise Refused('run_id', 'must be 1 to 128 letters, digits, dots, dashes and underscores')
+        self.dial = self._checked_dial(o['connect_to'])
+        self.body = self._request_body(messages)
+        sent = _encoded('messages', messages)
+        self.messages_sha256, self.messages_bytes = hashlib.sha256(sent).hexdigest(), len(sent)
+        if o['ca_file'] is not None and not self.target.https:
+            raise Refused('ca_file', 'needs an https URL')
+        self._context = tls_context(o['ca_file']) if self.target.https else None
+        self._begin()
+
+    def _checked_dial(self, connect_to: str | None) -> tuple[str, int]:
+        if connect_to is None:
+            return self.target.host, self.target.port
+        if not isinstance(connect_to, str):
+            raise Refused('connect_to', 'must be HOST:PORT')
+        host, port = _authority('connect_to', connect_to, None)
+        if not self.target.https and host.lower() != 'localhost' and not loopback(host):
+            raise Refused('connect_to', 'plain http is for loopback only')
+        return host, port
+
+    def _request_body(self, messages: list[dict[str, Any]]) -> bytes:
+        body: dict[str, Any] = {
+            'model': self.model, 'messages': messages, 'stream': True, 'stream_options': {'include_usage': True},
+            'max_tokens': self.options['max_tokens'], 'temperature': 0, 'n': 1,
+        }  # fmt: skip
+        extra = self.options['extra_body'] or {}
+        if not isinstance(extra, dict):
+            raise Refused('extra_body', 'must be a JSON object')
+        touched = next((name for name in FIXED_MEMBERS if name in extra), None)
+        if touched:
+            raise Refused('extra_body', f'may not touch {touched}')
+        self.sampling = {k: v for k, v in {**body, **extra}.items() if k not in FIXED_MEMBERS}
+        _encoded('extra_body', extra)
+        return _encoded('messages', {**body, **extra})
+
+    def _begin(self) -> None:
+        o = self.options
+        asked = self.sampling.get('stream_options')
+        limit = self.sampling.get('max_tokens')
+        self.chat = ChatCompletion(
+            model=self.model, max_tokens=limit if _count(limit) else None, policy=self.policy, secret=self.secret,
+            usage_asked=isinstance(asked, dict) and asked.get('include_usage') is True,
+            max_answer_chars=o['max_answer_chars'],
+            events=Events(max_line_chars=o['max_line_chars'], max_event_chars=o['max_event_chars']))  # fmt: skip
+        self.failure: StreamFailure | None = StreamFailure('unfinished', 'the run had not ended when this record was written')
+        self.started_at = time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())
+        self.clock = Clock(o['idle'], o['deadline'], o['first_text'], o['stall'])
+        self.clock.arrived = self._arrived
+        self.marks: dict[str, float] = {}  # seconds on the clock
+        self.gaps: list[float] = []  # milliseconds
+        self.reads = self.content_reads = 0
+        self.longest_gap = 0.0
+        self.digest = hashlib.sha256()
+        self.wire: Wire | None = None
+        self.framed: Body | None = None
+        self.body_end: str | None = None
+        self.response: dict[str, Any] = dict.fromkeys(
+            ('status', 'http_version', 'id', 'id_carries_run_id', 'model', 'system_fingerprint', 'headers', 'interim', 'peer',
+             'tls_version', 'certificate_sha256', 'certificate_expires', 'server_error', 'body_excerpt'))  # fmt: skip
+        self.synthetic = False
+        self._record: dict[str, Any] | None = None
+        self._texts = self._run()
+
+    def __enter__(self) -> ChatStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._texts
+
+    def close(self, why: str = 'the caller left before the end of the stream') -> None:
+        """Close the connection, and the record with ``interrupted`` if the run had not ended."""
+        if self._record is None and self.failure and self.failure.code == 'unfinished':
+            self.failure = StreamFailure('interrupted', why)
+        self._texts.close()
+        self._end()
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The evidence record: finished once the run is over, before that the provisional one (``unfinished``)."""
+        return self._record or build_record(self)
+
+    def _run(self) -> Iterator[str]:
+        if self._record is not None:
+            return
+        self.clock.start = self.clock.moved = self.clock.now()
+        try:
+            yield from self._exchange()
+            self.failure = None
+        except StreamFailure as failure:
+            self.failure = failure
+        except GeneratorExit:
+            raise
+        except Exception as exc:  # a fault of ours, or of memory: recorded, with nothing that could hold the key
+            self.failure = StreamFailure('internal', f'{type(exc).__name__} in the client')
+        except BaseException as exc:
+            self.failure = StreamFailure('interrupted', str(exc) or type(exc).__name__)
+            raise
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self.wire:
+            self.wire.shut()
+        if self._record is None:
+            self.marks['end'] = self.clock.now()
+            self._record = build_record(self)
+
+    def _exchange(self) -> Iterator[str]:
+        wire = self._open()
+        self._send(wire)
+        fields, framing = self._head(wire)
+        self._refuse_other_content(wire, fields)
+        yield from self._stream(wire, framing or framing_of(fields, self.response['http_version'] == '1.0'))
+
+    def _open(self) -> Wire:
+        host, port = self.dial
+        addresses = resolve(host, port, self.clock)
+        self.marks['resolved'] = self.clock.now()
+        if not self.target.https:
+            away = next((a[4] for a in addresses if not loopback(str(a[4][0]))), None)
+            if away:
+                raise StreamFailure('not_loopback', f'{host} resolves to {_peer(away)}; plain http stays on loopback')
+        sock = connect(addresses, self.clock)
+        self.wire = wire = Wire(sock, self.clock)
+        self.marks['connected'] = self.clock.now()
+        self.response['peer'] = _peer(sock.getpeername())
+        if self._context:
+            self.clock.enter('tls', 'in the TLS handshake')
+            wire.secure(self._context, self.target.host)
+            self.marks['secured'] = self.clock.now()
+            self._certificate(wire)
+        return wire
+
+    def _certificate(self, wire: Wire) -> None:
+        import ssl
+
+        assert wire.tls
+        self.response['tls_version'] = wire.tls.version()
+        self.response['certificate_sha256'] = hashlib.sha256(wire.tls.getpeercert(True) or b'').hexdigest()
+        expires = (wire.tls.getpeercert() or {}).get('notAfter')
+        if isinstance(expires, str):
+            expiry = time.gmtime(ssl.cert_time_to_seconds(expires))
+            self.response['certificate_expires'] = time.strftime('%Y-%m-%dT%H:%M:%SZ', expiry)
+
+    def _send(self, wire: Wire) -> None:
+        self.clock.enter('send', 'sending the request')
+        connection = http.client.HTTPConnection(self.target.host, self.target.port)
+        connection.default_port = 443 if self.target.https else 80  # type: ignore[misc]  # the Host field goes without it
+        connection.sock = wire  # type: ignore[assignment]  # our Wire stands for the socket
+        headers = {'Content-Type': 'application/json', 'Accept': 'text/event-stream', 'Accept-Encoding': 'identity',
+                   'User-Agent': f'stream-client/{__version__}', 'X-Request-Id': self.run_id, 'Connection': 'close'}  # fmt: skip
+        if self.secret.key:
+            headers['Authorization'] = f'Bearer {self.secret.key}'
+        self.clock.event_at = self.clock.now()
+        try:
+            connection.request('POST', self.target.path, body=self.body, headers=headers)
+        except _SendStopped as stopped:  # an answer may explain it
+            self._stopped: str | None = str(stopped)
+        else:
+            self._stopped = None
+        self.marks['sent'] = self.clock.now()
+
+    def _head(self, wire: Wire) -> tuple[list[tuple[str, str]], Framing | None]:
+        self.clock.enter('head', 'waiting for the status line and header fields')
+        try:
+            response, interim = read_head(wire)
+        except StreamFailure as failure:
+            if self._stopped and failure.code == 'closed_before_head':
+                raise StreamFailure('send_failed', f'the request was not sent whole: {self._stopped}') from None
+            raise
+        self.marks['head'] = wire.read_at
+        fields = response.msg.items()
+        self.synthetic = response.msg.get(FIXTURE_FIELD) is not None
+        self.response.update(
+            status=response.status, http_version='1.0' if response.version == 10 else '1.1', interim=interim,
+            headers={k.lower(): self.secret.quote(v) for k, v in fields if k.lower() in RECORDED_FIELDS})  # fmt: skip
+        if response.status != 200:
+            self._refuse_status(wire, response, fields)
+        return fields, None
+
+    def _refuse_status(self, wire: Wire, response: _Response, fields: list[tuple[str, str]]) -> NoReturn:
+        status = f'HTTP status {response.status} {self.secret.quote(response.reason, 60)}'.rstrip()
+        if 300 <= response.status < 400:
+            location = re.sub('//[^/@]*@', '//', re.split('[?#]', response.msg.get('location', ''))[0])
+            where = f'to "{self.secret.quote(location)}"' if location else 'without a Location'
+            raise StreamFailure('redirect', f'{status}, a redirect {where}, is not followed')
+        excerpt, said = self._excerpt(wire, fields)
+        self.response['body_excerpt'] = excerpt
+        after = response.msg.get('retry-after')
+        raise StreamFailure('http_status', f'POST {self.target.path[:200]}: {status}' + (f': "{said}"' if said else '')
+                            + (f' (Retry-After {self.secret.quote(after, 40)})' if after else ''))  # fmt: skip
+
+    def _excerpt(self, wire: Wire, fields: list[tuple[str, str]]) -> tuple[str | None, str | None]:
+        """What an answer that is no event stream says: up to 4 KiB taken within 500 ms, escaped, and its error message."""
+        self.clock.grace(ERROR_BODY_S)
+        try:
+            body = Body(framing_of(fields, False), max_bytes=MAX_ERROR_BODY_BYTES + 6 * len(self.secret.key))
+        except StreamFailure:
+            return None, None
+        parts = []
+        try:
+            while not body.end and not body.failure:
+                raw = wire.read()
+                parts.append(body.feed(raw))
+                if not raw:
+                    body.feed_eof()
+        except (_GraceOver, OSError, StreamFailure):
+            pass
+        raw = b''.join(parts)
+        if not raw:
+            return None, None
+        if raw.startswith(b'\x1f\x8b'):
+            return '(gzip)', None
+        text = raw.decode('utf-8', 'replace')
+        return self.secret.quote(text, MAX_ERROR_BODY_BYTES), self.secret.quote(_error_message(text))
+
+    def _refuse_other_content(self, wire: Wire, fields: list[tuple[str, str]]) -> None:
+        types = [v for k, v in fields if k.lower() == 'content-type']
+        encodings = [v.strip().lower() for k, v in fields if k.lower() == 'content-encoding']
+        if any(e not in ('', 'identity') for e in encodings):
+            raise StreamFailure('encoded_body', f'Content-Encoding "{self.secret.quote(", ".join(encodings), 60)}"')
+        if types and all(t.split(';')[0].strip(' \t').lower() == 'text/event-stream' for t in types):
+            return
+        named = f'Content-Type "{self.secret.quote(", ".join(types), 100)}"' if types else 'no Content-Type'
+        excerpt, said = self._excerpt(wire, fields)
+        self.response['body_excerpt'] = excerpt
+        looks = _looks_like(excerpt or '')
+        raise StreamFailure('not_event_stream', f'{named}, expected text/event-stream; the body {looks}'
+                            + (f': "{said}"' if said and looks == 'is JSON' else ''))  # fmt: skip
+
+    def _stream(self, wire: Wire, framing: Framing) -> Iterator[str]:
+        chat = self.chat
+        self.framed = body = Body(framing, max_bytes=self.options['max_stream_bytes'])
+        self.clock.enter('framing', 'waiting for the body')
+        while not chat.done and not body.end:
+            try:
+                raw = wire.read() if body.framing.length != 0 else b''
+            except OSError as exc:
+                raise StreamFailure('connection_reset', f'{exc.strerror or exc} after {body.bytes} body bytes') from None
+            data = body.feed(raw)
+            if not raw:
+                body.feed_eof('without close_notify' if wire.truncated else '')
+            before = (chat.content_events, chat.data_events)
+            try:
+                for text in chat.feed(data):
+                    yield text
+                    self.clock.remaining()  # time spent by the reader counts
+            finally:
+                self._note(data, wire.read_at, *before)
+            if body.failure and not chat.done:
+                raise body.failure
+        if chat.done:
+            self._drain(wire, body)
+        else:
+            self.body_end = body.end
+            chat.events.finish()
+        chat.end(self.body_end)
+
+    def _note(self, data: bytes, at: float, content_before: int, events_before: int) -> None:
+        """Book one read: all that came in it shares its time."""
+        chat, marks = self.chat, self.marks
+        self.digest.update(data)
+        self.reads += bool(data)
+        previous = marks.get('last_byte', marks['head'])
+        if data:
+            self.longest_gap = max(self.longest_gap, at - previous)
+            marks['last_byte'] = at
+        for name, reached in (('first_byte', bool(data)), ('first_event', chat.seen > 0),
+                              ('first_reasoning', chat.reasoning_events > 0), ('first_text', chat.content_events > 0),
+                              ('finish', chat.finish_reason is not None), ('done', chat.done)):  # fmt: skip
+            if reached and name not in marks:
+                marks[name] = at
+        new = chat.content_events - content_before
+        if new:
+            self.content_reads += 1
+            if content_before:
+                self.gaps.append(round((at - marks['last_text']) * 1000, 3))
+            self.gaps.extend([0.0] * (new - 1))
+            marks['last_text'] = at
+        if chat.data_events > events_before:
+            self.clock.event_at = at
+        self.clock.text_seen = chat.visible
+        stage = 'completion' if chat.finish_reason else 'protocol' if chat.seen else 'events' if 'first_byte' in marks else ''
+        self.clock.boundary = stage or 'framing'
+        self.clock.phase = 'waiting for [DONE]' if chat.finish_reason else 'waiting for more of the body'
+
+    def _drain(self, wire: Wire, body: Body) -> None:
+        """After [DONE]: see how the body ends, for at most 250 ms. Nothing that happens here changes the verdict."""
+        self.clock.grace(DRAIN_S)
+        try:
+            while not body.end and not body.failure:
+                raw = wire.read()
+                data = body.feed(raw)
+                self.digest.update(data)
+                for _ in self.chat.feed(data):
+                    pass
+                if not raw:
+                    body.feed_eof('without close_notify' if wire.truncated else '')
+        except (_GraceOver, StreamFailure):
+            self.body_end = 'open'
+            return
+        except OSError:
+            body.failure = StreamFailure('connection_reset', 'reset after [DONE]')
+        self.body_end = body.end
+        if body.failure:
+            self.chat.warnings['unclean_end'] = 1
+
+    def _arrived(self) -> str:
+        if self.framed is None:
+            return f'{self.wire.head_bytes if self.wire else 0} bytes of the answer had arrived'
+        chat = self.chat
+        return (f'{self.framed.bytes} body bytes, {chat.seen} events and {chat.answer_chars} characters of text had arrived'
+                + (f', finish_reason "{self.secret.quote(chat.finish_reason)}"' if chat.finish_reason else ''))  # fmt: skip
+
+
+def _error_message(text: str) -> str:
+    """The message of an error body: of ``error`` (object or string), ``detail`` or ``message``, else the text itself."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text.strip()
+    for _ in range(3):
+        if isinstance(value, dict):
+            value = next((value[k] for k in ('error', 'detail', 'message') if value.get(k) is not None), value)
+    return value if isinstance(value, str) else _dumps(value)
+
+
+def _looks_like(excerpt: str) -> str:
+    start = excerpt.lstrip('\\xn0a ')
+    if not excerpt:
+        return 'is empty'
+    if excerpt == '(gzip)':
+        return 'is gzip data'
+    if re.match('<(!doctype|html|head|body|title)', start, re.IGNORECASE):
+        return 'is HTML'
+    if re.match(r'(data|event|id|retry)?:', start):
+        return 'looks like an event stream all the same'
+    if not start.startswith(('{', '[')):
+        return 'is text'
+    if '"chat.completion"' in excerpt:
+        return 'is a completion that was not streamed'
+    return 'is NDJSON' if re.search(r'\}(\\x0d)?\\x0a\{', excerpt) else 'is JSON'
+
+
+def build_record(run: ChatStream) -> dict[str, Any]:
+    """The evidence record of a run, as it stands: contract of its keys in the README. Pure: reads the run, writes nothing."""
+    chat, failure, o = run.chat, run.failure, run.options
+    ms = {k: round((v - run.clock.start) * 1000, 3) for k, v in run.marks.items()}
+    quote = run.secret.quote
+    shown = None if failure is None else {
+        'code': failure.code, 'boundary': failure.boundary, 'message': failure.message, 'hint': failure.hint,
+        'event': failure.event}  # fmt: skip
+    answered = None if chat.id is None else quote(chat.id, 200)
+    response = {
+        **run.response, 'id': answered, 'model': None if chat.model is None else quote(chat.model, 200),
+        'id_carries_run_id': None if answered is None else run.run_id in str(chat.id), 'server_error': chat.server_error,
+        'system_fingerprint': None if chat.system_fingerprint is None else quote(chat.system_fingerprint, 200),
+    }  # fmt: skip
+    sampling = run.sampling if len(_dumps(run.sampling)) <= 4096 else {
+        'sha256': hashlib.sha256(_dumps(run.sampling).encode()).hexdigest()}  # fmt: skip
+    record = {
+        'ok': failure is None,
+        'outcome': failure.code if failure else 'passed',
+        'model': run.model,
+        'text': '',
+        'first_text_ms': ms.get('first_text'),
+        'duration_ms': ms.get('end'),
+        'content_events': chat.content_events,
+        'event_gaps_ms': [],
+        'finish_reason': None if chat.finish_reason is None else quote(chat.finish_reason),
+        'done': chat.done,
+        'completion_tokens': chat.usage['completion_tokens'],
+        'error': failure.message if failure else None,
+        'schema_version': SCHEMA_VERSION,
+        'failure': shown,
+        'warnings': [{'code': k, 'count': n, 'message': warning_text(k)} for k, n in chat.warnings.items()],
+        'request': {
+            'url': run.target.url, 'path_taken': 'direct' if o['connect_to'] is None else 'connect-to',
+            'connect_to': o['connect_to'], 'run_id': run.run_id,
+            'policy': {'accept_finish': list(dict.fromkeys(('stop', *run.policy.accept_finish))),
+                       'tolerate': list(run.policy.tolerate), 'fail_on': list(run.policy.fail_on)},
+            'messages_sha256': run.messages_sha256, 'messages_bytes': run.messages_bytes,
+            'limits': {name: o[name] for name in LIMITS},  # type: ignore[literal-required]  # names from LIMITS
+            'clocks_s': {name: o[name] for name in CLOCKS},  # type: ignore[literal-required]  # names from CLOCKS
+            'sampling': sampling},
+        'response': response,
+        'marks_ms': {name: ms.get(name) for name in ('resolved', 'connected', 'secured', 'sent', 'head', 'first_byte',
+                     'first_event', 'first_reasoning', 'first_text', 'last_text', 'finish', 'done', 'end')},
+        'delivery': {
+            'bytes': run.framed.bytes if run.framed else 0, 'reads': run.reads, 'events': chat.seen,
+            'comments': chat.events.comments, 'content_reads': run.content_reads,
+            'reasoning_events': chat.reasoning_events, 'reasoning_chars': chat.reasoning_chars,
+            'longest_gap_ms': round(run.longest_gap * 1000, 3), 'body_end': run.body_end,
+            'body_sha256': run.digest.hexdigest(), 'buffered': _buffered(chat, run.content_reads, ms)},
+        'usage': dict(chat.usage) if chat.usage_seen else None,
+        'client': client_facts(),
+        'started_at': run.started_at,
+        'label': run.label,
+        'notes': run.notes,
+        'synthetic': run.synthetic,
+    }  # fmt: skip
+    record = run.secret.mask_all(record)
+    record['text'], record['event_gaps_ms'] = chat.text, run.gaps
+    return record
+
+
+def _buffered(chat: ChatCompletion, content_reads: int, ms: Mapping[str, float]) -> bool | None:
+    """Whether something between engine and client held the text back: it came in few reads, late, after a second or more."""
+    if chat.content_events < 4 or 'finish' not in ms:
+        return None
+    span = ms['finish'] - ms['sent']
+    late = ms['first_text'] - ms['sent'] > 0.8 * span
+    return content_reads * 10 <= chat.content_events and late and span >= 1000
+
+
+def client_facts() -> dict[str, Any]:
+    """Version and SHA-256 of this file, the Python and the platform it runs on."""
+    try:
+        with open(__file__, 'rb') as source:
+            digest: str | None = hashlib.sha256(source.read()).hexdigest()
+    except OSError:  # run from standard input
+        digest = None
+    system = os.uname()
+    return {'version': __version__, 'source_sha256': digest, 'python': '.'.join(map(str, sys.version_info[:3])),
+            'platform': f'{system.sysname} {system.release} {system.machine}'}  # fmt: skip
+
+
+def stream(url: str, model: str, prompt: str | None, *, on_text: Callable[[str], object] | None = None,
+           **options: Unpack[Options]) -> dict[str, Any]:  # fmt: skip
+    """Ask ``model`` at ``url`` for one streamed answer to ``prompt`` and return the evidence record.
+
+    Keyword arguments: ``max_tokens=128``, ``idle=10.0`` and ``deadline=60.0`` (seconds), ``ca_file``, ``token`` (the API
+    key), ``on_text`` (called with each piece of text as it arrives), and the others of ``Options``.
+    Raises ValueError for arguments it refuses, before a byte is sent, and whatever ``on_text`` raises, after the
+    connection was closed. Every other failure is in the record: ``ok`` is False and ``outcome`` is a key of FAILURES.
+    Works in any thread; touches no signal handler, global timeout or other global state.
+    """
+    with ChatStream(url, model, prompt, **options) as answer:
+        for text in answer:
+            if on_text is not None:
+                on_text(text)
+    return answer.record
+
+
+# --- command line -------------------------------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    """A signal ended the run; ``number`` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f'ended by {signal.Signals(number).name}')
+        self.number = number
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP, each unless it was ignored at start: raised once, and only while ``armed``.
+
+    A signal that comes at another moment (while the record is written, say) is kept; ``arm`` raises it.
+    """
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.pending = 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.armed:
+            self.armed = False
+            raise Interrupted(number)
+        self.pending = self.pending or number
+
+    def arm(self) -> None:
+        """From here on a signal raises Interrupted."""
+        if self.pending:
+            raise Interrupted(self.pending)
+        self.armed = True
+
+    def disarm(self) -> None:
+        """From here on signals are only kept."""
+        self.armed = False
+
+
+def put(output: Any, text: str, patience: float = 0.2) -> bool:
+    """Write text to a stream without ever waiting longer than ``patience`` seconds for room; False if it was not all taken."""
+    data = text.encode('utf-8', 'backslashreplace')
+    try:
+        fd = output.fileno()
+    except (AttributeError, OSError, ValueError):
+        try:
+            output.write(text)
+        except (AttributeError, OSError, ValueError):
+            return False
+        return True
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLOUT)
+        while data:
+            if not poller.poll(patience * 1000):
+                return False
+            data = data[os.write(fd, data[:512]) :]  # a pipe that polls writable takes at least PIPE_BUF bytes
+    except OSError:
+        return False
+    return True
+
+
+class View:
+    """A person's view on stderr: the answer behind ``| ``, so that no server text starts a line, and then the verdict."""
+
+    def __init__(self, output: Any, show_text: bool) -> None:
+        self.output = output
+        self.show_text = show_text
+        self.colour = _is_terminal(output) and not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
+        self._open = False
+
+    def text(self, piece: str) -> None:
+        """Show a piece of the answer, with newlines as lines of their own and every other control character escaped."""
+        if not self.show_text:
+            return
+        lines = [escaped(line) for line in piece.replace('\t', '    ').split('\n')]
+        shown = ('' if self._open else '| ') + '\n| '.join(lines)
+        self._open = True
+        self.show_text = put(self.output, shown)
+
+    def verdict(self, record: Mapping[str, Any], where: str) -> None:
+        """One line: passed or failed, at which boundary, why, what to do, and where the record is."""
+        failure = record['failure']
+        if failure:
+            mark = '\x1b[31mFAILED\x1b[0m' if self.colour else 'FAILED'
+            said = f'at {failure["boundary"]}: {failure["code"]}: {failure["message"]}; hint: {failure["hint"]}'
+        else:
+            mark = '\x1b[32mpassed\x1b[0m' if self.colour else 'passed'
+            said = (f'{record["content_events"]} content events, first text after {record["first_text_ms"]:.0f} ms, '
+                    f'{record["duration_ms"]:.0f} ms in all')  # fmt: skip
+            if record['delivery']['buffered']:
+                said += ('; the text was held back and came at once: look at the application server, compression (gzip), '
+                         "the proxy's buffering (proxy_buffering), then the reader")  # fmt: skip
+            if record['warnings']:
+                said += '; warnings: ' + ', '.join(w['code'] for w in record['warnings'])
+        put(self.output, ('\n' if self._open else '') + f'{mark} {escaped(said)}; record: {escaped(where)}\n')
+
+
+def _is_terminal(output: Any) -> bool:
+    try:
+        return bool(output.isatty())
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
+def summary(record: Mapping[str, Any], output: str) -> str:
+    """The line for stdout: JSON in ASCII, under 4 KiB."""
+    keys = ('ok', 'outcome', 'first_text_ms', 'duration_ms', 'finish_reason', 'error')
+    members = {**{k: record[k] for k in keys}, 'output': output}
+    for limit in (1000, 300, 100):
+        line = json.dumps(members) + '\n'
+        if len(line) < 4096:
+            break
+        members = {k: v[:limit] + '...' if isinstance(v, str) and len(v) > limit else v for k, v in members.items()}
+    return line
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with errors as Refused, so that they are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        flag, _, rest = message.removeprefix('argument ').partition(': ')
+        raise Refused(flag, rest) if rest else Refused('arguments', message)
+
+
+def _decimal(text: str) -> float:
+    if not re.fullmatch(r'[0-9]{1,9}(\.[0-9]{1,9})?', text, re.ASCII):
+        raise argparse.ArgumentTypeError('must be a plain decimal number')
+    return float(text)
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch('[0-9]{1,15}', text, re.ASCII):
+        raise argparse.ArgumentTypeError('must be a plain whole number')
+    return int(text)
+
+
+def _utf8(text: str) -> str:
+    """An argument as UTF-8, whatever the locale made of its bytes."""
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        raise argparse.ArgumentTypeError('is not valid Unicode (UTF-8)') from None
+
+
+def _listed(text: str) -> list[str]:
+    return _utf8(text).split(',')
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's parser; every flag that is an option of ``stream`` has its name."""
+    parser = _Parser(prog='stream_client.py', allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+                     description='Ask a chat-completion endpoint for one streamed answer and say whether it was complete.',
+                     epilog='exit status: 0 passed, 1 failed (record written), 2 refused (nothing sent), 3 record not written, '
+                     f'128+n ended by signal n\nThe API key is read from {KEY_VARIABLE}, or from --api-key-file.')  # fmt: skip
+    add = parser.add_argument
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument('--url', default=None, help=f'full endpoint URL (default {DEFAULT_URL})')
+    where.add_argument('--fixture', metavar='MODE', help='ask the fixture instead, started inside this process')
+    add('--model', type=_utf8, help='model name; required except with --fixture')
+    add('--output', metavar='FILE', help='where the record goes, created exclusively; - is stdout (default: a new name here)')
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument('--prompt', type=_utf8, help=f'default: {DEFAULT_PROMPT}')
+    what.add_argument('--prompt-file', metavar='FILE', help='- is stdin')
+    what.add_argument('--messages-file', metavar='FILE', help='a JSON array of messages; - is stdin')
+    add('--system', type=_utf8, metavar='TEXT', help='a system message in front')
+    add('--extra-body', type=_utf8, metavar='JSON', help='more members of the request body (sampling, chat_template_kwargs)')
+    add('--max-tokens', type=_whole, metavar='N', help='default 128')
+    add('--idle', type=_decimal, metavar='S', help='longest wait without a byte (default 10)')
+    add('--deadline', type=_decimal, metavar='S', help='for the whole run (default 60)')
+    add('--first-text', type=_decimal, metavar='S', help='fail when no visible text came by then')
+    add('--stall', type=_decimal, metavar='S', help='fail when no event with data came for so long')
+    add('--ca-file', metavar='FILE', help="trust these certificates (PEM) in place of the system's")
+    add('--connect-to', metavar='HOST:PORT', help="dial this address; Host, SNI and verification keep the URL's name")
+    add('--api-key-file', metavar='FILE', help=f'read the key here in place of {KEY_VARIABLE}')
+    add('--accept-finish', type=_listed, metavar='REASON[,...]', help='finish reasons accepted beside stop')
+    add('--tolerate', type=_listed, metavar='CODE[,...]', help=f'warn only: {", ".join(TOLERABLE)}')
+    add('--fail-on', type=_listed, metavar='WARNING[,...]', help='fail where there is this warning, or all')
+    for name in LIMITS:
+        add('--' + name.replace('_', '-'), type=_whole, metavar='N', help=f'default {DEFAULTS[name]}')  # type: ignore[literal-required]
+    add('--run-id', metavar='ID', help='sent as X-Request-Id (default: a new one)')
+    add('--label', type=_utf8, metavar='TEXT', help='recorded: what this run is one of')
+    add('--note', type=_utf8, metavar='KEY=VALUE', action='append', default=[], help='recorded; may be repeated')
+    add('--show-text', action='store_true', help='show the text on stderr as it arrives, also when that is no terminal')
+    add('--version', action='version', version=f'stream-client {__version__}')
+    return parser
+
+
+def _contents(argument: str, path: str) -> str:
+    try:
+        with open(0 if path == '-' else path, 'rb', closefd=path != '-') as file:
+            raw = file.read(MAX_STREAM_BYTES + 1)
+        if len(raw) > MAX_STREAM_BYTES:
+            raise Refused(argument, f'is longer than {MAX_STREAM_BYTES} bytes')
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise Refused(argument, 'is not valid Unicode (UTF-8)') from None
+    except (OSError, ValueError) as exc:
+        if isinstance(exc, Refused):
+            raise
+        raise Refused(argument, f'cannot be read: {getattr(exc, "strerror", None) or exc}') from None
+
+
+def _json_argument(argument: str, text: str) -> Any:
+    try:
+        return strict_json(text)
+    except StreamFailure as exc:
+        raise Refused(argument, exc.message) from None
+
+
+def _key(args: argparse.Namespace) -> str | None:
+    if args.api_key_file is None:
+        return checked_key(KEY_VARIABLE, os.environ.get(KEY_VARIABLE))
+    try:
+        key = re.sub('\r?\n\\Z', '', _contents('api_key_file', args.api_key_file))
+    except Refused as exc:
+        raise Refused('api_key_file', exc.message) from None
+    if not key:
+        raise Refused('api_key_file', 'is empty')
+    return checked_key('api_key_file', key)
+
+
+def _run_of(args: argparse.Namespace, url: str) -> ChatStream:
+    options: dict[str, Any] = {k: v for k, v in vars(args).items() if k in DEFAULTS and v is not None}
+    prompt = args.prompt
+    if args.prompt_file is not None:
+        prompt = checked_text('prompt_file', _contents('prompt_file', args.prompt_file))
+    elif args.messages_file is not None:
+        options['messages'] = _json_argument('messages_file', _contents('messages_file', args.messages_file))
+    elif prompt is None:
+        prompt = DEFAULT_PROMPT
+    if args.extra_body is not None:
+        options['extra_body'] = _json_argument('extra_body', args.extra_body)
+        if not isinstance(options['extra_body'], dict):
+            raise Refused('extra_body', 'must be a JSON object')
+    notes: dict[str, str] = {}
+    for note in args.note:
+        key, equals, value = note.partition('=')
+        if not equals or key in notes:
+            raise Refused('note', 'must be KEY=VALUE, each KEY once')
+        notes[key] = value
+    model = 'fixture' if args.model is None and args.fixture is not None else args.model
+    if model is None:
+        raise Refused('model', 'is required')
+    return ChatStream(url, model, prompt, token=_key(args), notes=notes, **options)
+
+
+def _start_fixture(mode: str) -> tuple[str, Any]:
+    try:
+        import fixture_server
+    except ImportError:
+        raise Refused('fixture', 'needs fixture_server.py beside this file') from None
+    try:
+        server = fixture_server.server(0, mode, 0.05)
+    except ValueError:
+        raise Refused('fixture', f'unknown mode; there are {", ".join(sorted(fixture_server.MODES))}') from None
+    except OSError as exc:
+        raise Refused('fixture', f'cannot listen: {exc.strerror}') from None
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    return f'http://127.0.0.1:{server.server_port}/v1/chat/completions', server
+
+
+def _claim_standard_fds() -> None:
+    """Where stdin, stdout or stderr were closed at start, no file of ours may come to stand in their place."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+
+
+def _carry_out(run: ChatStream, signals: Signals, view: View) -> int:
+    """Run to the end; the number of the signal that ended it, or 0. The record is finished in any case."""
+    try:
+        try:
+            signals.arm()
+            with run:
+                for text in run:
+                    view.text(text)
+        finally:
+            signals.disarm()
+    except Interrupted as exc:
+        run.close(str(exc))
+        return exc.number
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: returns the exit status (0, 1, 2, 3 or 128 + a signal's number)."""
+    _claim_standard_fds()
+    signals = Signals()
+    try:
+        args = make_parser().parse_args(argv)
+        signals.arm()
+        url, fixture = _start_fixture(args.fixture) if args.fixture is not None else (args.url or DEFAULT_URL, None)
+        run = _run_of(args, url)
+        signals.disarm()
+        output = args.output or f'stream-{run.started_at.replace(":", "").replace("-", "")}-{os.urandom(4).hex()}.json'
+        if args.output == '':
+            raise Refused('output', 'must not be empty')
+        evidence = Evidence(os.path.abspath(output), to_json(run.record)) if output != '-' else None
+    except Refused as exc:
+        flag = exc.argument if exc.argument in (KEY_VARIABLE, 'arguments') or exc.argument.startswith('-') else (
+            '--' + exc.argument.replace('_', '-'))  # fmt: skip
+        put(sys.stderr, f'stream_client.py: {escaped(flag)}: {escaped(exc.message)}\n')
+        return 2
+    except Interrupted as exc:
+        put(sys.stderr, f'stream_client.py: {exc} before anything was sent\n')
+        return 128 + exc.number
+    view = View(sys.stderr, args.show_text or args.fixture is not None or _is_terminal(sys.stderr))
+    number = _carry_out(run, signals, view)
+    status = 128 + number if number else 0 if run.record['ok'] else 1
+    if fixture is not None:
+        fixture.shutdown()
+    return _report(run.record, evidence, output, view, status)
+
+
+def _report(record: dict[str, Any], evidence: Evidence | None, output: str, view: View, status: int) -> int:
+    try:
+        if evidence:
+            evidence.finish(to_json(record))
+            view.verdict(record, output)
+            put(sys.stdout, summary(record, output))
+            return status
+        view.verdict(record, 'stdout')
+        return status if put(sys.stdout, to_json(record, one_line=True), 5.0) else 3
+    except OSError as exc:
+        put(sys.stderr, f'stream_client.py: the record could not be written to {escaped(output)}: {exc.strerror}\n')
+        put(sys.stdout, to_json(record, one_line=True), 5.0)
+        return 3
+
+
+if __name__ == '__main__':
+    sys.exit(main())
