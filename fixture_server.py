@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gzip
 import json
+import random
 import re
 import signal
 import socket
@@ -58,7 +59,7 @@ def chunk(delta: Any = None, finish: Any = None, **members: Any) -> dict[str, An
     """A chat.completion.chunk with one choice; ``members`` replace or add members of the chunk."""
     choice = {'index': 0, 'delta': {} if delta is None else delta, 'logprobs': None, 'finish_reason': finish}
     return {'id': 'chatcmpl-$ID', 'object': 'chat.completion.chunk', 'created': 1790000000, 'model': '$MODEL',
-            'choices': [choice], **members}  # fmt: skip
+            'choices': [choice], **members}
 
 
 def choice(**members: Any) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def raw(*steps: Step) -> Callable[[Request], Iterator[Step]]:
 
 
 def chunks(*pieces: Step, end: Sequence[Step] = (LAST,), fields: Sequence[str] = EVENT_STREAM, status: str = '200 OK',
-           extension: bytes = b'') -> Callable[[Request], Iterator[Step]]:  # fmt: skip
+           extension: bytes = b'') -> Callable[[Request], Iterator[Step]]:
     """A head, each piece as one chunk, and then ``end`` as it is."""
 
     def run(request: Request) -> Iterator[Step]:
@@ -133,7 +134,7 @@ def chunks(*pieces: Step, end: Sequence[Step] = (LAST,), fields: Sequence[str] =
 
 
 def sized(*pieces: Step, more: int = 0, fields: Sequence[str] = EVENT_STREAM, status: str = '200 OK',
-          end: Sequence[Step] = ()) -> Callable[[Request], Iterator[Step]]:  # fmt: skip
+          end: Sequence[Step] = ()) -> Callable[[Request], Iterator[Step]]:
     """A head with Content-Length, which claims ``more`` bytes than come, and then the pieces."""
 
     def run(request: Request) -> Iterator[Step]:
@@ -157,7 +158,7 @@ def json_error(status: str, body: Any, *fields: str) -> Callable[[Request], Iter
 
 
 def repeated(before: Iterable[Step], piece: Callable[[int], bytes], every: float, most: int = 100_000_000) -> Callable[
-        [Request], Iterator[Step]]:  # fmt: skip
+        [Request], Iterator[Step]]:
     """``before`` and then a piece again and again, for as long as the client stays (and at most HOLD_S seconds)."""
 
     def run(request: Request) -> Iterator[Step]:
@@ -301,7 +302,7 @@ group(
      chunks(*ANSWER, text('more'), event({'error': ERROR}))),
     ('key-twice-same', 'passed', 'a key twice in one object with the same value', 'RFC 8259 section 4',
      chunks(*START, event('{"id":"chatcmpl-$ID","choices":[],"usage":null,"usage":null}'), *END)),
-)  # fmt: skip
+)
 group(
     'incomplete answers',
     ('broken', 'no_done', 'the body ends after the text', 'BerriAI/litellm#40260', chunks(*START)),
@@ -348,7 +349,7 @@ group(
      chunks(choice_event(index=0, message={'role': 'assistant', 'content': 'READY ✓'}, finish_reason='stop'), DONE), ''),
     ('legacy-text', 'no_visible_text', 'the completions API: choices with text', 'OpenAI API, completions',
      chunks(choice_event(index=0, text='READY ✓', finish_reason='stop'), DONE), ''),
-)  # fmt: skip
+)
 group(
     'errors in the stream',
     ('error-first', 'server_error', 'an error event first, then [DONE]', 'vLLM 0.32, bad sampling value',
@@ -384,10 +385,10 @@ group(
      lambda request: chunks(*START, event({'error': {'message': f'bad token {request.key}', 'code': request.key}}), DONE)(request)),
     ('error-controls', 'server_error', 'an error with terminal escapes and bidi controls', 'ECMA-48; Unicode UAX 9',
      shape({'error': {'message': '\x1b[2J\x1b]0;owned\x07\u202egnihton\u009b31m'}})),
-)  # fmt: skip
+)
 PLAIN = ('Content-Type: application/json',)
 COMPLETION = {'id': 'chatcmpl-$ID', 'object': 'chat.completion', 'model': '$MODEL', 'choices': [
-    {'index': 0, 'message': {'role': 'assistant', 'content': 'READY ✓'}, 'finish_reason': 'stop'}]}  # fmt: skip
+    {'index': 0, 'message': {'role': 'assistant', 'content': 'READY ✓'}, 'finish_reason': 'stop'}]}
 group(
     'wrong content',
     ('http-error', 'http_status', 'status 503 and a JSON error', 'RFC 9110 section 15.6.4',
@@ -444,7 +445,7 @@ group(
      sized(gzip.compress(b''.join(p for p in ANSWER if isinstance(p, bytes)), mtime=0)), ''),
     ('type-parameters', 'passed', 'TEXT/Event-Stream with a parameter', 'RFC 9110 section 8.3.1',
      chunks(*ANSWER, fields=('content-type:TEXT/Event-Stream ; charset="latin-1"',))),
-)  # fmt: skip
+)
 PLAIN_CHECK = event('{"choices":[{"index":0,"delta":{"content":"✓"}}]}')
 LF_ANSWER = translated(ANSWER, b'\r\n', b'\n')
 group(
@@ -502,7 +503,7 @@ group(
      chunks(*START, STOP, USAGE, DONE[:-2] + b'\xe2\x9c')),
     ('utf-16', 'not_utf8', 'the stream in UTF-16', 'WHATWG HTML, UTF-8 always',
      chunks(*(p.decode().encode('utf-16') for p in ANSWER if isinstance(p, bytes))), ''),
-)  # fmt: skip
+)
 group(
     'chunk shapes',
     ('malformed', 'not_json', 'an event that is not JSON after the text', 'RFC 8259', shape('{invalid}')),
@@ -569,7 +570,7 @@ group(
      chunks(*START, event('{"choices":[{"index":0,"delta":{"content":"\\ud83d"}}]}'), *END), 'READY ✓\ufffd'),
     ('half-surrogate-low', 'unpaired_surrogate', 'a low surrogate before the text', 'RFC 8259 section 7',
      chunks(event('{"choices":[{"index":0,"delta":{"content":"\\ude42"}}]}'), READY, CHECK, *END), '\ufffdREADY ✓'),
-)  # fmt: skip
+)
 NO_LENGTH = head(*EVENT_STREAM, CHUNKED)
 INTERIM = b'HTTP/1.1 102 Processing\r\n\r\n'
 FILLED, TEXT_ONLY, FINISHED, ROLE_ONLY = (
@@ -578,7 +579,7 @@ FILLED, TEXT_ONLY, FINISHED, ROLE_ONLY = (
 group(
     'HTTP framing',
     ('content-length', 'passed', 'a whole answer with its length', 'RFC 9112 section 6.2', sized(*ANSWER)),
-    ('http-1.0', 'passed', 'an HTTP/1.0 answer ended by closing', 'nginx with HTTP/1.0 upstreams',
+    ('http-1-0', 'passed', 'an HTTP/1.0 answer ended by closing', 'nginx with HTTP/1.0 upstreams',
      until_close(*ANSWER, version='1.0')),
     ('until-close', 'passed', 'an HTTP/1.1 answer ended by closing', 'RFC 9112 section 6.3', until_close(*ANSWER)),
     ('connection-close', 'passed', 'chunked with Connection: close', 'uvicorn',
@@ -634,7 +635,7 @@ group(
      chunks(*ANSWER, fields=(*EVENT_STREAM, 'Content-Length: 5')), ''),
     ('length-signed', 'length_conflict', 'Content-Length +5', 'RFC 9110 section 8.6',
      raw(head(*EVENT_STREAM, 'Content-Length: +5000'), FILLED), ''),
-    ('chunked-1.0', 'length_conflict', 'chunked in an HTTP/1.0 answer', 'RFC 9112 section 6.1',
+    ('chunked-http-1-0', 'length_conflict', 'chunked in an HTTP/1.0 answer', 'RFC 9112 section 6.1',
      raw(head(*EVENT_STREAM, CHUNKED, version='1.0'), framed(FILLED), LAST), ''),
     ('coding-unknown', 'length_conflict', 'a transfer coding that nobody knows', 'RFC 9112 section 6.1',
      raw(head(*EVENT_STREAM, 'Transfer-Encoding: xchunked'), framed(FILLED), LAST), ''),
@@ -646,8 +647,9 @@ group(
      repeated((), lambda _: b'HTTP/1.1 100 Continue\r\n\r\n', 0.01), ''),
     ('status-line-bad', 'head_malformed', 'a status line of another protocol', 'RFC 9112 section 4',
      raw(b'SSH-2.0-OpenSSH_9.2\r\n'), ''),
-    ('status-not-number', 'head_malformed', 'the status 2_00', "Python's int()", raw(NO_LENGTH.replace(b' 200 ', b' 2_00 '), framed(FILLED), LAST), ''),
-    ('http-0.9', 'head_malformed', 'a body without a head', 'HTTP/0.9', raw(FILLED), ''),
+    ('status-not-number', 'head_malformed', 'the status 2_00', "Python's int()",
+     raw(NO_LENGTH.replace(b' 200 ', b' 2_00 '), framed(FILLED), LAST), ''),
+    ('http-0-9', 'head_malformed', 'a body without a head', 'HTTP/0.9', raw(FILLED), ''),
     ('field-broken', 'head_malformed', 'a line without colon before Transfer-Encoding', "http.client's parser",
      raw(head(*EVENT_STREAM, 'no field at all', CHUNKED), framed(FILLED), LAST), ''),
     ('field-blank', 'head_malformed', 'a blank before the colon of a field', 'RFC 9112 section 5.1',
@@ -660,7 +662,7 @@ group(
      chunks(*ANSWER, fields=(*EVENT_STREAM, 'X-Long: ' + 'y' * LONG)), ''),
     ('field-endless', 'head_too_large', 'a header field without end', 'RFC 9112 section 5',
      repeated((b'HTTP/1.1 200 OK\r\nX-Endless: ',), lambda _: b'y' * 8192, 0), ''),
-)  # fmt: skip
+)
 group(
     'connection faults',
     ('closed-at-once', 'closed_before_head', 'closed without a byte', 'vllm-project/vllm#7262', raw(), ''),
@@ -681,7 +683,7 @@ group(
      chunks(*START, STOP, USAGE, end=())),
     ('done-cut-in-chunk', 'body_cut', 'the chunk with [DONE] is cut inside it', 'RFC 9112 section 8',
      chunks(*START, STOP, USAGE, end=(framed(DONE)[:-5],))),
-)  # fmt: skip
+)
 group(
     'time',
     ('stall-before-head', 'idle_timeout', 'not a byte', 'openonion/connectonion#1116', raw(HOLD), ''),
@@ -703,7 +705,8 @@ group(
     ('drip-chunk-line', 'deadline', 'a chunk extension a byte at a time', 'RFC 9112 section 7.1.1',
      lambda request: (*chunks(*START, end=())(request), *dripped(b'1;' + b'x' * 60, 0.5))),
     ('drip-line', 'deadline', 'a line of the stream a byte at a time', 'anthony-chaudhary/fak#5486',
-     lambda request: (*chunks(*START, end=())(request), *(s if isinstance(s, float) else framed(s) for s in dripped(b'd' * 60, 0.5)))),
+     lambda request: (*chunks(*START, end=())(request),
+                      *(framed(s) if isinstance(s, bytes) else s for s in dripped(b'd' * 60, 0.5)))),
     ('drip-trailer', 'deadline', 'a trailer a byte at a time, before [DONE]', 'RFC 9112 section 7.1.2',
      lambda request: (*chunks(*START, end=())(request), *dripped(b'0\r\nX: ' + b'y' * 60, 0.5))),
     ('drip-after-done', 'passed', 'a trailer a byte at a time, after [DONE]', 'RFC 9112 section 7.1.2',
@@ -720,7 +723,7 @@ group(
      chunks(*((b': keep-alive\n\n', 1.0) * 3), *ANSWER)),
     ('slow-text', 'passed', 'a piece of text a second', 'slow engines', chunks(COMMENT, ROLE, 1.0, READY, 1.0, CHECK, 1.0, *END)),
     ('slow-head', 'passed', 'the head comes with the first token', 'llama-server b11434', lambda request: (1.5, *chunks(*ANSWER)(request))),
-)  # fmt: skip
+)
 group(
     'size',
     ('line-of-60000', 'passed', 'a line of 60,000 characters', 'our limit is 65,536', chunks(ROLE, text('READY ✓' + 'y' * 60_000), *END),
@@ -738,14 +741,15 @@ group(
      chunks(*START, *([b'data: ' + b'y' * 16_000 + b'\n'] * 75))),
     ('answer-too-long', 'answer_too_long', '1.1 million characters of text, and no end', 'our limit is 1,048,576',
      chunks(ROLE, *([text('y' * 50_000)] * 22)), 'y' * 1_000_000),
-    ('endless-line', 'line_too_long', 'a line without end', 'memory', repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(b'y' * 8192), 0)),
+    ('endless-line', 'line_too_long', 'a line without end', 'memory',
+     repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(b'y' * 8192), 0)),
     ('endless-data-lines', 'event_too_long', 'data lines without a blank line', 'memory',
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(b'data: ' + b'y' * 1000 + b'\n'), 0)),
     ('endless-bare-data', 'event_too_long', 'bare data lines without a blank line', 'memory',
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(b'data\n' * 2000), 0)),
     ('flood', 'body_too_large', 'comments as fast as they go', 'memory',
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed((b': ' + b'y' * 60_000 + b'\n') * 8), 0)),
-)  # fmt: skip
+)
 
 
 # --- server -------------------------------------------------------------------------------------------------------------
@@ -758,8 +762,9 @@ class FixtureServer(ThreadingHTTPServer):
     request_queue_size = 1024
     allow_reuse_address = True
 
-    def __init__(self, port: int, mode: str, delay: float) -> None:
-        self.mode, self.delay = mode, delay
+    def __init__(self, port: int, mode: str, delay: float, fragment: int | str | None, seed: int) -> None:
+        self.mode, self.delay, self.fragment = mode, delay, fragment
+        self.random = random.Random(seed)  # noqa: S311  # repeatable cuts, no secret
         super().__init__(('127.0.0.1', port), Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -780,43 +785,49 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """``/v1/models`` lists the modes."""
         if self.path != '/v1/models':
-            return self.send_error(404)
+            self.send_error(404)
+            return
         self._json(200, {'object': 'list', 'data': [
-            {'id': f'mode:{name}', 'object': 'model', 'created': 1790000000, 'owned_by': 'fixture'} for name in MODES]})  # fmt: skip
+            {'id': f'mode:{name}', 'object': 'model', 'created': 1790000000, 'owned_by': 'fixture'} for name in MODES]})
 
     def do_POST(self) -> None:
         """The one endpoint."""
         length = self.headers.get('Content-Length', '')
         if self.path != PATH:
-            return self._refuse(404, f'only POST {PATH} is here')
-        if not re.fullmatch('[0-9]{1,18}', length):
-            return self._refuse(411, 'Content-Length is missing or malformed')
-        if int(length) > MAX_REQUEST_BYTES:
-            return self._refuse(413, f'the request is larger than {MAX_REQUEST_BYTES} bytes')
+            self._refuse(404, f'only POST {PATH} is here')
+        elif not re.fullmatch('[0-9]{1,18}', length):
+            self._refuse(411, 'Content-Length is missing or malformed')
+        elif int(length) > MAX_REQUEST_BYTES:
+            self._refuse(413, f'the request is larger than {MAX_REQUEST_BYTES} bytes')
+        else:
+            self._completion(self.rfile.read(int(length)))
+
+    def _completion(self, raw_body: bytes) -> None:
         try:
-            body = json.loads(self.rfile.read(int(length)))
+            body = json.loads(raw_body)
         except (ValueError, RecursionError):
-            return self._refuse(400, 'the request is not JSON')
-        if not isinstance(body, dict) or body.get('stream') is not True:
-            return self._refuse(400, 'stream must be true')
-        model = body.get('model')
-        if not isinstance(model, str):
-            return self._refuse(400, 'model must be a string')
+            self._refuse(400, 'the request is not JSON')
+            return
+        model = body.get('model') if isinstance(body, dict) else None
+        if not isinstance(model, str) or body.get('stream') is not True:
+            self._refuse(400, 'the request must be an object with stream true and a model')
+            return
         name = model[5:] if model.startswith('mode:') else self.server.mode
         if name not in MODES:
-            return self._refuse(404, f'there is no mode {name[:80]!a}')
+            self._refuse(404, f'there is no mode {name[:80]!a}')
+            return
         given = re.sub('[^A-Za-z0-9._-]', '', self.headers.get('X-Request-Id', ''))[:128]
         key = re.sub('[^!-~]', '', self.headers.get('Authorization', '').removeprefix('Bearer '))[:200] or 'no-key-given'
-        request = Request(given.encode() or b'fixture', json.dumps(model)[1:-1].encode(), key)
         self.close_connection = True
         with contextlib.suppress(OSError):
-            self._answer(MODES[name].steps(request))
+            self._answer(MODES[name].steps(Request(given.encode() or b'fixture', json.dumps(model)[1:-1].encode(), key)))
 
     def _answer(self, steps: Iterable[Step]) -> None:
         connection = self.connection
         for step in steps:
             if isinstance(step, bytes):
-                connection.sendall(step)
+                for piece in self._cut(step):
+                    connection.sendall(piece)
             elif isinstance(step, float):
                 time.sleep(self.server.delay if step == PAUSE else step)
             elif step == RESET:
@@ -830,6 +841,15 @@ class Handler(BaseHTTPRequestHandler):
                 return
         connection.shutdown(socket.SHUT_WR)
         self._wait(2.0)
+
+    def _cut(self, data: bytes) -> Iterator[bytes]:
+        """One write as several: of ``fragment`` bytes, or of random lengths; large ones no finer than 4 KiB."""
+        fragment, at = self.server.fragment, 0
+        while at < len(data):
+            size = len(data) if fragment is None else self.server.random.randint(1, 40) if fragment == 'random' else int(fragment)
+            size = max(size, 4096) if len(data) > 16_384 else size
+            yield data[at : at + size]
+            at += size
 
     def _wait(self, seconds: float) -> None:
         """Until the client closes, so that no unread byte of it turns our close into a reset."""
@@ -869,10 +889,11 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing: the client's record is the log."""
 
 
-def server(port: int = 18080, mode: str = 'ok', delay: float = 0.05) -> FixtureServer:
+def server(port: int = 18080, mode: str = 'ok', delay: float = 0.05, *, fragment: int | str | None = None, seed: int = 0) -> FixtureServer:
     """A fixture bound to 127.0.0.1 (``.server_port``, ``.mode``, ``.delay``); call ``serve_forever`` to run it.
 
-    ``port`` 0 picks a free one; ``delay`` is the pause around text, in seconds. Raises ValueError for an unknown mode, a
+    ``port`` 0 picks a free one; ``delay`` is the pause around text, in seconds; ``fragment`` cuts every write into pieces of
+    so many bytes, or ``random`` lengths drawn with ``seed``. Raises ValueError for an unknown mode, a
     bad port or delay, OSError when the port is taken.
     """
     if mode not in MODES:
@@ -881,13 +902,15 @@ def server(port: int = 18080, mode: str = 'ok', delay: float = 0.05) -> FixtureS
         raise ValueError('the port must be from 0 to 65535')
     if not 0 <= delay <= HOLD_S:
         raise ValueError(f'the delay must be from 0 to {HOLD_S:g} seconds')
-    return FixtureServer(port, mode, delay)
+    if fragment is not None and fragment != 'random' and not (isinstance(fragment, int) and fragment > 0):
+        raise ValueError('fragment must be a number of bytes, or random')
+    return FixtureServer(port, mode, delay, fragment, seed)
 
 
 def mode_rows() -> list[dict[str, str]]:
     """The catalogue as a list of objects: ``mode``, ``group``, ``sends``, ``expect`` and ``source``."""
     return [{'mode': name, 'group': m.group, 'sends': m.sends, 'expect': m.expect, 'source': m.source}
-            for name, m in MODES.items()]  # fmt: skip
+            for name, m in MODES.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -46,11 +46,11 @@ import sys
 import threading
 import time
 import unicodedata
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypedDict
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from types import FrameType, TracebackType
 
     from typing_extensions import Unpack
@@ -85,7 +85,7 @@ FIXTURE_FIELD = 'X-Stream-Fixture'  # the header field by which the fixture says
 RECORDED_FIELDS = (
     'age', 'cache-control', 'connection', 'content-encoding', 'content-length', 'content-type', 'date', 'retry-after',
     'server', 'transfer-encoding', 'via', 'x-accel-buffering', 'x-request-id',
-)  # fmt: skip
+)
 
 # --- failures -----------------------------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ REACHED = ''  # the boundary of the clock codes: the one that the run had reache
 BOUNDARIES = (
     'resolve', 'connect', 'tls', 'send', 'head', 'status', 'content', 'framing', 'events', 'json', 'protocol',
     'completion', 'client',
-)  # fmt: skip
+)
 
 FAILURES = {
     'resolve_failed': Kind('resolve', 'the host name has no address', 'check the name in --url or --connect-to, and DNS'),
@@ -165,7 +165,7 @@ FAILURES = {
     'interrupted': Kind('client', 'ended by a signal or by the caller', 'run it again to have a verdict'),
     'unfinished': Kind('client', 'the run had not ended when this was written', 'the process was killed: run it again'),
     'internal': Kind('client', 'a fault in this client', 'please report it with this record, the text removed'),
-}  # fmt: skip
+}
 
 WARNINGS = {
     'named_event': 'an event of another type than message was ignored',
@@ -226,7 +226,7 @@ _UNSAFE = re.compile('[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def escaped(text: str) -> str:
-    """The text with control, bidi and surrogate characters as ``\\xNN`` or ``\\uNNNN``."""
+    r"""The text with control, bidi and surrogate characters as ``\xNN`` or ``\uNNNN``."""
     return _UNSAFE.sub(lambda m: f'\\x{ord(m[0]):02x}' if m[0] < '\x80' else f'\\u{ord(m[0]):04x}', text)
 
 
@@ -239,14 +239,19 @@ class Secret:
     def __init__(self, key: str | None) -> None:
         self.key = key or ''
         forms = {self.key, json.dumps(self.key)[1:-1], json.dumps(self.key)[1:-1].replace('/', '\\/'),
-                 ''.join(c if c.isalnum() else f'%{ord(c):02X}' for c in self.key)}  # fmt: skip
+                 ''.join(c if c.isalnum() else f'%{ord(c):02X}' for c in self.key)}
         self.forms = sorted(forms, key=len, reverse=True) if len(self.key) >= 8 else []
 
     def mask(self, text: str) -> str:
-        """The text without the key in its plain, JSON-escaped or percent-encoded form, nor a cut-off start of it."""
+        """The text without the key in its plain, JSON-escaped or percent-encoded form."""
         for form in self.forms:
             text = text.replace(form, '[key]')
-        for form in self.forms:  # a message that ends inside the key
+        return text
+
+    def mask_cut(self, text: str) -> str:
+        """The same for a text that was cut somewhere: a start of the key at its end is masked too."""
+        text = self.mask(text)
+        for form in self.forms:
             start = next((n for n in range(len(form) - 1, 3, -1) if text.endswith(form[:n])), 0)
             text = text[: len(text) - start] + '[key]' if start else text
         return text
@@ -431,6 +436,7 @@ class Event(str):
     type: str
 
     def __new__(cls, data: str, kind: str) -> Event:
+        """An event of type ``kind`` with these data."""
         self = super().__new__(cls, data)
         self.type = kind
         return self
@@ -502,9 +508,9 @@ class Events:
         lines = self._data + ([value[value.startswith(' ') :]] if name == 'data' else [])
         return '\n'.join(lines) if lines else None
 
-    def _decode(self, raw: bytes) -> tuple[str, NotUtf8 | None]:
+    def _decode(self, raw: bytes) -> tuple[str, StreamFailure | None]:
         data = self._tail + raw if self._tail else raw
-        failure = None
+        failure: StreamFailure | None = None
         try:
             text, used = codecs.utf_8_decode(data, 'strict', False)
         except UnicodeDecodeError as exc:
@@ -550,11 +556,11 @@ class Events:
             elif len(line) > max_line:
                 raise self._too_long('line', max_line)
             elif line.startswith('data: '):
-                line = line[6:]
-                self._data_chars = self._data_chars + 1 + len(line) if buffer else len(line)
+                value = line[6:]
+                self._data_chars = self._data_chars + 1 + len(value) if buffer else len(value)
                 if self._data_chars > max_event:
                     raise self._too_long('event', max_event)
-                buffer.append(line)
+                buffer.append(value)
             else:
                 self._field(line, self.dispatched + len(out))
         if rest:
@@ -652,7 +658,7 @@ def _depth(text: str) -> int:
 
 
 _checked = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_bounded_int).decode
-_scan = json.JSONDecoder(parse_constant=_no_constant).scan_once
+_scan = json.JSONDecoder(parse_constant=_no_constant).scan_once  # type: ignore[attr-defined]  # not in typeshed
 
 
 def strict_json(text: str) -> Any:
@@ -694,11 +700,11 @@ class ChatCompletion:
     """
 
     def __init__(self, *, model: str | None = None, max_tokens: int | None = None, usage_asked: bool = False,
-                 policy: Policy = Policy(), max_answer_chars: int = MAX_ANSWER_CHARS, events: Events | None = None,
-                 secret: Secret | None = None) -> None:  # fmt: skip
+                 policy: Policy | None = None, max_answer_chars: int = MAX_ANSWER_CHARS, events: Events | None = None,
+                 secret: Secret | None = None) -> None:
         self.events = events or Events()
         self.asked_model, self.max_tokens, self.usage_asked = model, max_tokens, usage_asked
-        self.policy = policy
+        self.policy = policy or Policy()
         self.max_answer_chars = max_answer_chars
         self.secret = secret or Secret(None)
         self.state = 'open'
@@ -712,7 +718,7 @@ class ChatCompletion:
         self.visible = False
         self.finish_reason: str | None = None
         self.usage: dict[str, int | None] = {'completion_tokens': None, 'prompt_tokens': None, 'cached_tokens': None,
-                                             'reasoning_tokens': None}  # fmt: skip
+                                             'reasoning_tokens': None}
         self.usage_seen = False
         self.id: Any = None  # of the chunks with text, or of the first chunk that has one
         self.text_id: Any = None
@@ -824,7 +830,7 @@ class ChatCompletion:
             raise StreamFailure('finish_not_accepted', f'finish_reason is "{self.secret.quote(finish)}", expected "stop"')
         if not self.visible:
             raise StreamFailure('no_visible_text', f'no visible character in {self.answer_chars} characters of text, '
-                                f'{self.reasoning_chars} of reasoning')  # fmt: skip
+                                f'{self.reasoning_chars} of reasoning')
         text = ''.join(self._pieces)
         if re.search('[\ud800-\udfff]', text):
             raise StreamFailure('unpaired_surrogate', 'half a surrogate pair stands alone in the text')
@@ -1092,13 +1098,13 @@ class Clock:
     reached and, from ``arrived``, what had come.
     """
 
-    _WORDS = {'idle_timeout': ('no byte for {0:g} s (--idle {0:g})', 'idle'),
+    _WORDS: ClassVar = {'idle_timeout': ('no byte for {0:g} s (--idle {0:g})', 'idle'),
               'deadline': ('not over after {0:g} s (--deadline {0:g})', 'deadline'),
               'first_text_timeout': ('no visible text after {0:g} s (--first-text {0:g})', 'first_text'),
-              'stall_timeout': ('no event with data for {0:g} s (--stall {0:g})', 'stall')}  # fmt: skip
+              'stall_timeout': ('no event with data for {0:g} s (--stall {0:g})', 'stall')}
 
     def __init__(self, idle: float, deadline: float, first_text: float | None = None, stall: float | None = None,
-                 now: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
+                 now: Callable[[], float] = time.monotonic) -> None:
         self.idle, self.deadline, self.first_text, self.stall = idle, deadline, first_text, stall
         self.now = now
         self.start = self.moved = now()  # moved: the last progress of bytes, either way
@@ -1302,7 +1308,7 @@ class Wire:
             self._send(data)
 
     def makefile(self, *_args: object, **_kwargs: object) -> Wire:
-        """This reader, whatever is asked for."""
+        """Give this reader, whatever is asked for."""
         return self
 
     def readline(self, limit: int = -1) -> bytes:
@@ -1324,6 +1330,8 @@ class Wire:
             raise StreamFailure('head_malformed', f'expected an HTTP/1.1 status line, found "{found}"')
         if b'\0' in line or b'\r' in line[:-2] or line.endswith(b'\r\r\n'):
             raise StreamFailure('head_malformed', 'a header line holds a bare CR or a NUL')
+        if not self._status_due and not re.match(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:|[ \t]|\r?\n", line):
+            raise StreamFailure('head_malformed', f'a header line is no field (it could hide Transfer-Encoding): byte 0x{line[0]:02x}')
         self._status_due = False
         self.head_bytes += len(line)
         if self.head_bytes > MAX_HEAD_BYTES:
@@ -1340,6 +1348,11 @@ class Wire:
     flush = close
 
     # -- what the run calls
+
+    @property
+    def buffered(self) -> int:
+        """How many bytes came that were not asked for yet."""
+        return len(self._buffer)
 
     def read(self) -> bytes:
         """The next bytes of the answer, those that came with the head first; empty at the end. Raises OSError."""
@@ -1491,10 +1504,11 @@ def read_head(wire: Wire) -> tuple[_Response, int]:
                 raise StreamFailure('head_too_large', 'more than 100 header fields') from None
             raise StreamFailure('head_malformed', f'the head is malformed ({type(exc).__name__})') from None
         except OSError as exc:
-            got = wire.head_bytes + len(wire._buffer)
+            got = wire.head_bytes + wire.buffered
             raise StreamFailure('closed_before_head', f'{exc.strerror or exc} after {got} bytes of the head') from None
-        if response.msg.defects or response.msg.get_payload():
-            raise StreamFailure('head_malformed', 'a header line is no field: it could hide Transfer-Encoding')
+        defects = [type(d).__name__ for d in response.msg.defects]
+        if any('Multipart' not in d for d in defects):  # those speak of a body, which is not there yet
+            raise StreamFailure('head_malformed', f'the header fields are defective ({defects[0]})')
         interim = response.interim
         if not 100 <= response.status < 200 or response.status == 101:
             return response, interim
@@ -1537,7 +1551,7 @@ def to_json(record: Mapping[str, Any], one_line: bool = False) -> str:
     members = [f'{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}' for k, v in record.items()]
     text = '{' + ', '.join(members) + '}' if one_line else '{\n ' + ',\n '.join(members) + '\n}'
     return re.sub('[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]',
-                  lambda m: f'\\u{ord(m[0]):04x}', text) + '\n'  # fmt: skip
+                  lambda m: f'\\u{ord(m[0]):04x}', text) + '\n'
 
 
 class Evidence:
@@ -1662,7 +1676,7 @@ DEFAULTS: Options = {
     'connect_to': None, 'messages': None, 'system': None, 'extra_body': None, 'accept_finish': (), 'tolerate': (),
     'fail_on': (), 'max_line_chars': MAX_LINE_CHARS, 'max_event_chars': MAX_EVENT_CHARS,
     'max_answer_chars': MAX_ANSWER_CHARS, 'max_stream_bytes': MAX_STREAM_BYTES, 'run_id': None, 'label': None, 'notes': None,
-}  # fmt: skip
+}
 LIMITS = ('max_line_chars', 'max_event_chars', 'max_answer_chars', 'max_stream_bytes')
 CLOCKS = ('idle', 'deadline', 'first_text', 'stall')
 FIXED_MEMBERS = ('stream', 'n', 'model', 'messages')  # of the request body: what the verdict rests on
@@ -1801,7 +1815,7 @@ class ChatStream:
         body: dict[str, Any] = {
             'model': self.model, 'messages': messages, 'stream': True, 'stream_options': {'include_usage': True},
             'max_tokens': self.options['max_tokens'], 'temperature': 0, 'n': 1,
-        }  # fmt: skip
+        }
         extra = self.options['extra_body'] or {}
         if not isinstance(extra, dict):
             raise Refused('extra_body', 'must be a JSON object')
@@ -1820,7 +1834,7 @@ class ChatStream:
             model=self.model, max_tokens=limit if _count(limit) else None, policy=self.policy, secret=self.secret,
             usage_asked=isinstance(asked, dict) and asked.get('include_usage') is True,
             max_answer_chars=o['max_answer_chars'],
-            events=Events(max_line_chars=o['max_line_chars'], max_event_chars=o['max_event_chars']))  # fmt: skip
+            events=Events(max_line_chars=o['max_line_chars'], max_event_chars=o['max_event_chars']))
         self.failure: StreamFailure | None = StreamFailure('unfinished', 'the run had not ended when this record was written')
         self.started_at = time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())
         self.clock = Clock(o['idle'], o['deadline'], o['first_text'], o['stall'])
@@ -1835,7 +1849,7 @@ class ChatStream:
         self.body_end: str | None = None
         self.response: dict[str, Any] = dict.fromkeys(
             ('status', 'http_version', 'id', 'id_carries_run_id', 'model', 'system_fingerprint', 'headers', 'interim', 'peer',
-             'tls_version', 'certificate_sha256', 'certificate_expires', 'server_error', 'body_excerpt'))  # fmt: skip
+             'tls_version', 'certificate_sha256', 'certificate_expires', 'server_error', 'body_excerpt'))
         self.synthetic = False
         self._record: dict[str, Any] | None = None
         self._texts = self._run()
@@ -1861,7 +1875,7 @@ class ChatStream:
         """The evidence record: finished once the run is over, before that the provisional one (``unfinished``)."""
         return self._record or build_record(self)
 
-    def _run(self) -> Iterator[str]:
+    def _run(self) -> Generator[str, None, None]:
         if self._record is not None:
             return
         self.clock.start = self.clock.moved = self.clock.now()
@@ -1872,7 +1886,7 @@ class ChatStream:
             self.failure = failure
         except GeneratorExit:
             raise
-        except Exception as exc:  # a fault of ours, or of memory: recorded, with nothing that could hold the key
+        except Exception as exc:  # noqa: BLE001  # a fault of ours, or of memory: recorded, with nothing that could hold the key
             self.failure = StreamFailure('internal', f'{type(exc).__name__} in the client')
         except BaseException as exc:
             self.failure = StreamFailure('interrupted', str(exc) or type(exc).__name__)
@@ -1909,17 +1923,17 @@ class ChatStream:
         if self._context:
             self.clock.enter('tls', 'in the TLS handshake')
             wire.secure(self._context, self.target.host)
+        if wire.tls:
             self.marks['secured'] = self.clock.now()
-            self._certificate(wire)
+            self._certificate(wire.tls)
         return wire
 
-    def _certificate(self, wire: Wire) -> None:
+    def _certificate(self, tls: ssl.SSLObject) -> None:
         import ssl
 
-        assert wire.tls
-        self.response['tls_version'] = wire.tls.version()
-        self.response['certificate_sha256'] = hashlib.sha256(wire.tls.getpeercert(True) or b'').hexdigest()
-        expires = (wire.tls.getpeercert() or {}).get('notAfter')
+        self.response['tls_version'] = tls.version()
+        self.response['certificate_sha256'] = hashlib.sha256(tls.getpeercert(True) or b'').hexdigest()
+        expires = (tls.getpeercert() or {}).get('notAfter')
         if isinstance(expires, str):
             expiry = time.gmtime(ssl.cert_time_to_seconds(expires))
             self.response['certificate_expires'] = time.strftime('%Y-%m-%dT%H:%M:%SZ', expiry)
@@ -1927,10 +1941,10 @@ class ChatStream:
     def _send(self, wire: Wire) -> None:
         self.clock.enter('send', 'sending the request')
         connection = http.client.HTTPConnection(self.target.host, self.target.port)
-        connection.default_port = 443 if self.target.https else 80  # type: ignore[misc]  # the Host field goes without it
-        connection.sock = wire  # type: ignore[assignment]  # our Wire stands for the socket
+        connection.default_port = 443 if self.target.https else 80  # the Host field goes without it
+        connection.sock = wire  # our Wire stands for the socket
         headers = {'Content-Type': 'application/json', 'Accept': 'text/event-stream', 'Accept-Encoding': 'identity',
-                   'User-Agent': f'stream-client/{__version__}', 'X-Request-Id': self.run_id, 'Connection': 'close'}  # fmt: skip
+                   'User-Agent': f'stream-client/{__version__}', 'X-Request-Id': self.run_id, 'Connection': 'close'}
         if self.secret.key:
             headers['Authorization'] = f'Bearer {self.secret.key}'
         self.clock.event_at = self.clock.now()
@@ -1955,7 +1969,7 @@ class ChatStream:
         self.synthetic = response.msg.get(FIXTURE_FIELD) is not None
         self.response.update(
             status=response.status, http_version='1.0' if response.version == 10 else '1.1', interim=interim,
-            headers={k.lower(): self.secret.quote(v) for k, v in fields if k.lower() in RECORDED_FIELDS})  # fmt: skip
+            headers={k.lower(): self.secret.quote(v) for k, v in fields if k.lower() in RECORDED_FIELDS})
         if response.status != 200:
             self._refuse_status(wire, response, fields)
         return fields, None
@@ -1970,7 +1984,7 @@ class ChatStream:
         self.response['body_excerpt'] = excerpt
         after = response.msg.get('retry-after')
         raise StreamFailure('http_status', f'POST {self.target.path[:200]}: {status}' + (f': "{said}"' if said else '')
-                            + (f' (Retry-After {self.secret.quote(after, 40)})' if after else ''))  # fmt: skip
+                            + (f' (Retry-After {self.secret.quote(after, 40)})' if after else ''))
 
     def _excerpt(self, wire: Wire, fields: list[tuple[str, str]]) -> tuple[str | None, str | None]:
         """What an answer that is no event stream says: up to 4 KiB taken within 500 ms, escaped, and its error message."""
@@ -1993,7 +2007,7 @@ class ChatStream:
             return None, None
         if raw.startswith(b'\x1f\x8b'):
             return '(gzip)', None
-        text = raw.decode('utf-8', 'replace')
+        text = self.secret.mask_cut(raw.decode('utf-8', 'replace'))
         return self.secret.quote(text, MAX_ERROR_BODY_BYTES), self.secret.quote(_error_message(text))
 
     def _refuse_other_content(self, wire: Wire, fields: list[tuple[str, str]]) -> None:
@@ -2008,7 +2022,7 @@ class ChatStream:
         self.response['body_excerpt'] = excerpt
         looks = _looks_like(excerpt or '')
         raise StreamFailure('not_event_stream', f'{named}, expected text/event-stream; the body {looks}'
-                            + (f': "{said}"' if said and looks == 'is JSON' else ''))  # fmt: skip
+                            + (f': "{said}"' if said and looks == 'is JSON' else ''))
 
     def _stream(self, wire: Wire, framing: Framing) -> Iterator[str]:
         chat = self.chat
@@ -2023,10 +2037,13 @@ class ChatStream:
             if not raw:
                 body.feed_eof('without close_notify' if wire.truncated else '')
             before = (chat.content_events, chat.data_events)
+            due = self.clock.due()[0]
             try:
                 for text in chat.feed(data):
                     yield text
-                    self.clock.remaining()  # time spent by the reader counts
+                    if self.clock.now() >= due:  # time spent by the reader of the text counts
+                        self._progress(wire.read_at, before[1])
+                        self.clock.remaining()
             finally:
                 self._note(data, wire.read_at, *before)
             if body.failure and not chat.done:
@@ -2049,7 +2066,7 @@ class ChatStream:
             marks['last_byte'] = at
         for name, reached in (('first_byte', bool(data)), ('first_event', chat.seen > 0),
                               ('first_reasoning', chat.reasoning_events > 0), ('first_text', chat.content_events > 0),
-                              ('finish', chat.finish_reason is not None), ('done', chat.done)):  # fmt: skip
+                              ('finish', chat.finish_reason is not None), ('done', chat.done)):
             if reached and name not in marks:
                 marks[name] = at
         new = chat.content_events - content_before
@@ -2059,12 +2076,15 @@ class ChatStream:
                 self.gaps.append(round((at - marks['last_text']) * 1000, 3))
             self.gaps.extend([0.0] * (new - 1))
             marks['last_text'] = at
-        if chat.data_events > events_before:
-            self.clock.event_at = at
-        self.clock.text_seen = chat.visible
+        self._progress(at, events_before)
         stage = 'completion' if chat.finish_reason else 'protocol' if chat.seen else 'events' if 'first_byte' in marks else ''
         self.clock.boundary = stage or 'framing'
         self.clock.phase = 'waiting for [DONE]' if chat.finish_reason else 'waiting for more of the body'
+
+    def _progress(self, at: float, events_before: int) -> None:
+        if self.chat.data_events > events_before:
+            self.clock.event_at = at
+        self.clock.text_seen = self.chat.visible
 
     def _drain(self, wire: Wire, body: Body) -> None:
         """After [DONE]: see how the body ends, for at most 250 ms. Nothing that happens here changes the verdict."""
@@ -2092,7 +2112,7 @@ class ChatStream:
             return f'{self.wire.head_bytes if self.wire else 0} bytes of the answer had arrived'
         chat = self.chat
         return (f'{self.framed.bytes} body bytes, {chat.seen} events and {chat.answer_chars} characters of text had arrived'
-                + (f', finish_reason "{self.secret.quote(chat.finish_reason)}"' if chat.finish_reason else ''))  # fmt: skip
+                + (f', finish_reason "{self.secret.quote(chat.finish_reason)}"' if chat.finish_reason else ''))
 
 
 def _error_message(text: str) -> str:
@@ -2131,15 +2151,15 @@ def build_record(run: ChatStream) -> dict[str, Any]:
     quote = run.secret.quote
     shown = None if failure is None else {
         'code': failure.code, 'boundary': failure.boundary, 'message': failure.message, 'hint': failure.hint,
-        'event': failure.event}  # fmt: skip
+        'event': failure.event}
     answered = None if chat.id is None else quote(chat.id, 200)
     response = {
         **run.response, 'id': answered, 'model': None if chat.model is None else quote(chat.model, 200),
         'id_carries_run_id': None if answered is None else run.run_id in str(chat.id), 'server_error': chat.server_error,
         'system_fingerprint': None if chat.system_fingerprint is None else quote(chat.system_fingerprint, 200),
-    }  # fmt: skip
+    }
     sampling = run.sampling if len(_dumps(run.sampling)) <= 4096 else {
-        'sha256': hashlib.sha256(_dumps(run.sampling).encode()).hexdigest()}  # fmt: skip
+        'sha256': hashlib.sha256(_dumps(run.sampling).encode()).hexdigest()}
     record = {
         'ok': failure is None,
         'outcome': failure.code if failure else 'passed',
@@ -2170,7 +2190,8 @@ def build_record(run: ChatStream) -> dict[str, Any]:
                      'first_event', 'first_reasoning', 'first_text', 'last_text', 'finish', 'done', 'end')},
         'delivery': {
             'bytes': run.framed.bytes if run.framed else 0, 'reads': run.reads, 'events': chat.seen,
-            'comments': chat.events.comments, 'content_reads': run.content_reads,
+            'comments': chat.events.comments,
+            'unknown_fields': chat.events.unknown_fields, 'content_reads': run.content_reads,
             'reasoning_events': chat.reasoning_events, 'reasoning_chars': chat.reasoning_chars,
             'longest_gap_ms': round(run.longest_gap * 1000, 3), 'body_end': run.body_end,
             'body_sha256': run.digest.hexdigest(), 'buffered': _buffered(chat, run.content_reads, ms)},
@@ -2180,8 +2201,8 @@ def build_record(run: ChatStream) -> dict[str, Any]:
         'label': run.label,
         'notes': run.notes,
         'synthetic': run.synthetic,
-    }  # fmt: skip
-    record = run.secret.mask_all(record)
+    }
+    record = {k: run.secret.mask_all(v) for k, v in record.items()}
     record['text'], record['event_gaps_ms'] = chat.text, run.gaps
     return record
 
@@ -2204,11 +2225,11 @@ def client_facts() -> dict[str, Any]:
         digest = None
     system = os.uname()
     return {'version': __version__, 'source_sha256': digest, 'python': '.'.join(map(str, sys.version_info[:3])),
-            'platform': f'{system.sysname} {system.release} {system.machine}'}  # fmt: skip
+            'platform': f'{system.sysname} {system.release} {system.machine}'}
 
 
 def stream(url: str, model: str, prompt: str | None, *, on_text: Callable[[str], object] | None = None,
-           **options: Unpack[Options]) -> dict[str, Any]:  # fmt: skip
+           **options: Unpack[Options]) -> dict[str, Any]:
     """Ask ``model`` at ``url`` for one streamed answer to ``prompt`` and return the evidence record.
 
     Keyword arguments: ``max_tokens=128``, ``idle=10.0`` and ``deadline=60.0`` (seconds), ``ca_file``, ``token`` (the API
@@ -2315,10 +2336,10 @@ class View:
         else:
             mark = '\x1b[32mpassed\x1b[0m' if self.colour else 'passed'
             said = (f'{record["content_events"]} content events, first text after {record["first_text_ms"]:.0f} ms, '
-                    f'{record["duration_ms"]:.0f} ms in all')  # fmt: skip
+                    f'{record["duration_ms"]:.0f} ms in all')
             if record['delivery']['buffered']:
                 said += ('; the text was held back and came at once: look at the application server, compression (gzip), '
-                         "the proxy's buffering (proxy_buffering), then the reader")  # fmt: skip
+                         "the proxy's buffering (proxy_buffering), then the reader")
             if record['warnings']:
                 said += '; warnings: ' + ', '.join(w['code'] for w in record['warnings'])
         put(self.output, ('\n' if self._open else '') + f'{mark} {escaped(said)}; record: {escaped(where)}\n')
@@ -2347,8 +2368,8 @@ class _Parser(argparse.ArgumentParser):
     """argparse with errors as Refused, so that they are one line."""
 
     def error(self, message: str) -> NoReturn:
-        flag, _, rest = message.removeprefix('argument ').partition(': ')
-        raise Refused(flag, rest) if rest else Refused('arguments', message)
+        flag, colon, rest = message.partition(': ')
+        raise Refused(flag.removeprefix('argument '), rest) if flag.startswith('argument ') and colon else Refused('arguments', message)
 
 
 def _decimal(text: str) -> float:
@@ -2380,7 +2401,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog='stream_client.py', allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
                      description='Ask a chat-completion endpoint for one streamed answer and say whether it was complete.',
                      epilog='exit status: 0 passed, 1 failed (record written), 2 refused (nothing sent), 3 record not written, '
-                     f'128+n ended by signal n\nThe API key is read from {KEY_VARIABLE}, or from --api-key-file.')  # fmt: skip
+                     f'128+n ended by signal n\nThe API key is read from {KEY_VARIABLE}, or from --api-key-file.')
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group()
     where.add_argument('--url', default=None, help=f'full endpoint URL (default {DEFAULT_URL})')
@@ -2511,23 +2532,33 @@ def _carry_out(run: ChatStream, signals: Signals, view: View) -> int:
     return 0
 
 
+def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Namespace, ChatStream, Evidence | None, Any]:
+    """Everything up to the reserved record: arguments, run, evidence (None for stdout) and the fixture, if one was asked for."""
+    args, unknown = make_parser().parse_known_args(argv)
+    if unknown:  # named without values, which may be secrets
+        raise Refused('arguments', f'unknown: {", ".join(a.split("=")[0] if a.startswith("-") else "a word" for a in unknown)}')
+    if args.output == '':
+        raise Refused('output', 'must not be empty')
+    signals.arm()
+    try:
+        url, fixture = _start_fixture(args.fixture) if args.fixture is not None else (args.url, None)
+        run = _run_of(args, DEFAULT_URL if url is None else url)
+    finally:
+        signals.disarm()
+    if args.output is None:
+        args.output = f'stream-{re.sub("[:-]", "", run.started_at)}-{os.urandom(4).hex()}.json'
+    evidence = Evidence(os.path.abspath(args.output), to_json(run.record)) if args.output != '-' else None
+    return args, run, evidence, fixture
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: returns the exit status (0, 1, 2, 3 or 128 + a signal's number)."""
+    """Run the command; returns the exit status (0, 1, 2, 3 or 128 + a signal's number)."""
     _claim_standard_fds()
     signals = Signals()
     try:
-        args = make_parser().parse_args(argv)
-        signals.arm()
-        url, fixture = _start_fixture(args.fixture) if args.fixture is not None else (args.url or DEFAULT_URL, None)
-        run = _run_of(args, url)
-        signals.disarm()
-        output = args.output or f'stream-{run.started_at.replace(":", "").replace("-", "")}-{os.urandom(4).hex()}.json'
-        if args.output == '':
-            raise Refused('output', 'must not be empty')
-        evidence = Evidence(os.path.abspath(output), to_json(run.record)) if output != '-' else None
+        args, run, evidence, fixture = _prepared(argv, signals)
     except Refused as exc:
-        flag = exc.argument if exc.argument in (KEY_VARIABLE, 'arguments') or exc.argument.startswith('-') else (
-            '--' + exc.argument.replace('_', '-'))  # fmt: skip
+        flag = exc.argument if exc.argument in (KEY_VARIABLE, 'arguments') else '--' + exc.argument.lstrip('-').replace('_', '-')
         put(sys.stderr, f'stream_client.py: {escaped(flag)}: {escaped(exc.message)}\n')
         return 2
     except Interrupted as exc:
@@ -2535,10 +2566,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + exc.number
     view = View(sys.stderr, args.show_text or args.fixture is not None or _is_terminal(sys.stderr))
     number = _carry_out(run, signals, view)
-    status = 128 + number if number else 0 if run.record['ok'] else 1
     if fixture is not None:
         fixture.shutdown()
-    return _report(run.record, evidence, output, view, status)
+    return _report(run.record, evidence, args.output, view, 128 + number if number else 0 if run.record['ok'] else 1)
 
 
 def _report(record: dict[str, Any], evidence: Evidence | None, output: str, view: View, status: int) -> int:
