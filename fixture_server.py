@@ -19,6 +19,7 @@ import random
 import re
 import signal
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -628,7 +629,8 @@ group(
      chunks(*START, end=(b'0\r\nno field\r\n\r\n',))),
     ('trailer-endless', 'chunk_malformed', 'trailer fields without end', 'RFC 9112 section 7.1.2',
      repeated((NO_LENGTH, framed(TEXT_ONLY), b'0\r\n'), lambda n: b'X-Trailer: %d\r\n' % n * 100, 0)),
-    ('lone-zero', 'body_cut', 'the last chunk without its final CRLF, then closed', 'python/cpython#115997', chunks(*START, end=(b'0\r\n',))),
+    ('lone-zero', 'body_cut', 'the last chunk without its final CRLF, then closed', 'python/cpython#115997',
+     chunks(*START, end=(b'0\r\n',))),
     ('two-lengths', 'length_conflict', 'two Content-Length fields that differ', 'RFC 9112 section 6.3',
      raw(head(*EVENT_STREAM, 'Content-Length: 10', 'Content-Length: 2000'), FILLED), ''),
     ('length-and-chunked', 'length_conflict', 'Content-Length beside chunked', 'RFC 9112 section 6.3',
@@ -762,8 +764,8 @@ class FixtureServer(ThreadingHTTPServer):
     request_queue_size = 1024
     allow_reuse_address = True
 
-    def __init__(self, port: int, mode: str, delay: float, fragment: int | str | None, seed: int) -> None:
-        self.mode, self.delay, self.fragment = mode, delay, fragment
+    def __init__(self, port: int, mode: str, delay: float, fragment: int | str | None, seed: int, tls: ssl.SSLContext | None) -> None:
+        self.mode, self.delay, self.fragment, self.tls = mode, delay, fragment, tls
         self.random = random.Random(seed)  # noqa: S311  # repeatable cuts, no secret
         super().__init__(('127.0.0.1', port), Handler)
 
@@ -781,6 +783,19 @@ class Handler(BaseHTTPRequestHandler):
     timeout = CLIENT_TIMEOUT_S
     disable_nagle_algorithm = True
     server: FixtureServer
+
+    def setup(self) -> None:
+        """The TLS handshake, where there is one, in this connection's own thread."""
+        if self.server.tls:
+            self.request.settimeout(CLIENT_TIMEOUT_S)
+            self.request = self.server.tls.wrap_socket(self.request, server_side=True)
+        super().setup()
+
+    def finish(self) -> None:
+        """Close the TLS layer too, which socketserver does not know."""
+        super().finish()
+        if self.server.tls:
+            self.request.close()
 
     def do_GET(self) -> None:
         """``/v1/models`` lists the modes."""
@@ -820,13 +835,13 @@ class Handler(BaseHTTPRequestHandler):
         key = re.sub('[^!-~]', '', self.headers.get('Authorization', '').removeprefix('Bearer '))[:200] or 'no-key-given'
         self.close_connection = True
         with contextlib.suppress(OSError):
-            self._answer(MODES[name].steps(Request(given.encode() or b'fixture', json.dumps(model)[1:-1].encode(), key)))
+            self._answer(MODES[name], Request(given.encode() or b'fixture', json.dumps(model)[1:-1].encode(), key))
 
-    def _answer(self, steps: Iterable[Step]) -> None:
+    def _answer(self, mode: Mode, request: Request) -> None:
         connection = self.connection
-        for step in steps:
+        for step in mode.steps(request):
             if isinstance(step, bytes):
-                for piece in self._cut(step):
+                for piece in self._cut(step, 4096 if mode.group == 'size' or len(step) > 4096 else 1):
                     connection.sendall(piece)
             elif isinstance(step, float):
                 time.sleep(self.server.delay if step == PAUSE else step)
@@ -839,20 +854,28 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._wait(HOLD_S)
                 return
-        connection.shutdown(socket.SHUT_WR)
-        self._wait(2.0)
+        self._part()
 
-    def _cut(self, data: bytes) -> Iterator[bytes]:
-        """One write as several: of ``fragment`` bytes, or of random lengths; large ones no finer than 4 KiB."""
+    def _cut(self, data: bytes, least: int) -> Iterator[bytes]:
+        """One write as several: of ``fragment`` bytes, or of random lengths; large ones no finer than ``least`` bytes."""
         fragment, at = self.server.fragment, 0
         while at < len(data):
             size = len(data) if fragment is None else self.server.random.randint(1, 40) if fragment == 'random' else int(fragment)
-            size = max(size, 4096) if len(data) > 16_384 else size
+            size = max(size, least)
             yield data[at : at + size]
             at += size
 
+    def _part(self) -> None:
+        """End our side in good order and let the client close, so that no unread byte turns our close into a reset."""
+        self.connection.settimeout(2.0)
+        if isinstance(self.connection, ssl.SSLSocket):
+            self.connection.unwrap()  # sends close_notify and waits for the client's, or for its close
+        else:
+            self.connection.shutdown(socket.SHUT_WR)
+            self._wait(2.0)
+
     def _wait(self, seconds: float) -> None:
-        """Until the client closes, so that no unread byte of it turns our close into a reset."""
+        """Until the client closes."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.connection.settimeout(left)
@@ -875,8 +898,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self._json(status, {'error': {'message': message, 'type': 'invalid_request_error', 'code': status}})
         with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-            self._wait(2.0)
+            self._part()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """http.server's own refusals (bad request line, unknown method) as JSON."""
@@ -889,12 +911,13 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing: the client's record is the log."""
 
 
-def server(port: int = 18080, mode: str = 'ok', delay: float = 0.05, *, fragment: int | str | None = None, seed: int = 0) -> FixtureServer:
+def server(port: int = 18080, mode: str = 'ok', delay: float = 0.05, *, fragment: int | str | None = None, seed: int = 0,
+           certificate: str | None = None, key: str | None = None) -> FixtureServer:
     """A fixture bound to 127.0.0.1 (``.server_port``, ``.mode``, ``.delay``); call ``serve_forever`` to run it.
 
     ``port`` 0 picks a free one; ``delay`` is the pause around text, in seconds; ``fragment`` cuts every write into pieces of
-    so many bytes, or ``random`` lengths drawn with ``seed``. Raises ValueError for an unknown mode, a
-    bad port or delay, OSError when the port is taken.
+    so many bytes, or ``random`` lengths drawn with ``seed``; ``certificate`` and ``key`` (PEM files) make it HTTPS.
+    Raises ValueError for an unknown mode or a value out of range, OSError when the port is taken or a file cannot be read.
     """
     if mode not in MODES:
         raise ValueError(f'there is no mode {mode!r}')
@@ -904,7 +927,11 @@ def server(port: int = 18080, mode: str = 'ok', delay: float = 0.05, *, fragment
         raise ValueError(f'the delay must be from 0 to {HOLD_S:g} seconds')
     if fragment is not None and fragment != 'random' and not (isinstance(fragment, int) and fragment > 0):
         raise ValueError('fragment must be a number of bytes, or random')
-    return FixtureServer(port, mode, delay, fragment, seed)
+    tls = None
+    if certificate is not None:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(certificate, key)
+    return FixtureServer(port, mode, delay, fragment, seed, tls)
 
 
 def mode_rows() -> list[dict[str, str]]:
@@ -913,12 +940,20 @@ def mode_rows() -> list[dict[str, str]]:
             for name, m in MODES.items()]
 
 
+def _fragment(text: str) -> int | str:
+    return text if text == 'random' else int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; exit status 0, or 2 for arguments it refuses or a port that is taken."""
     parser = argparse.ArgumentParser(prog='fixture_server.py', allow_abbrev=False, description=__doc__.split('\n')[0])
     parser.add_argument('--port', type=int, default=18080, help='0 picks a free one (default 18080)')
     parser.add_argument('--mode', default='ok', help='default ok; a request may name its own with the model mode:NAME')
     parser.add_argument('--delay', type=float, default=0.05, metavar='S', help='pause around text (default 0.05)')
+    parser.add_argument('--fragment', type=_fragment, metavar='N|random', help='cut every write into pieces of so many bytes')
+    parser.add_argument('--seed', type=int, default=0, metavar='N', help='for what is random')
+    parser.add_argument('--certificate', metavar='FILE', help='PEM; makes it HTTPS')
+    parser.add_argument('--key', metavar='FILE', help="PEM; the certificate's key, where it is in another file")
     parser.add_argument('--list-modes', action='store_true', help='what each mode sends and what must be concluded')
     parser.add_argument('--json', action='store_true', help='with --list-modes: a JSON array')
     args = parser.parse_args(argv)
@@ -930,14 +965,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f'{row["mode"]:24} {row["expect"]:20} {row["sends"]} [{row["source"]}]')
         return 0
     try:
-        fixture = server(args.port, args.mode, args.delay)
+        fixture = server(args.port, args.mode, args.delay, fragment=args.fragment, seed=args.seed,
+                         certificate=args.certificate, key=args.key)
     except (ValueError, OSError) as exc:
-        what = f'port {args.port} cannot be used: {exc.strerror}' if isinstance(exc, OSError) else exc
+        what = f'port {args.port} or a file cannot be used: {exc.strerror}' if isinstance(exc, OSError) else exc
         print(f'fixture_server.py: {what}', file=sys.stderr)
         return 2
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: threading.Thread(target=fixture.shutdown).start())
-    print(f'fixture in mode {args.mode} on http://127.0.0.1:{fixture.server_port}', flush=True)
+    print(f'fixture in mode {args.mode} on http{"s" if args.certificate else ""}://127.0.0.1:{fixture.server_port}', flush=True)
     with fixture:
         fixture.serve_forever(0.05)
     return 0

@@ -1250,6 +1250,8 @@ def connect(addresses: list[Any], clock: Clock) -> socket.socket:
             if sock.getsockname() == sock.getpeername():  # the kernel met itself on a free port of its own range
                 raise ConnectionRefusedError(errno.ECONNREFUSED, 'Connection refused')
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, 'TCP_NOTSENT_LOWAT'):  # what waits in the kernel is no progress: keep that little
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 16_384)
             return sock
         except OSError as exc:
             sock.close()

@@ -1,0 +1,1455 @@
+"""Tests of the client and its fixture: standard library only; hypothesis, httpx and jsonschema are used where installed.
+
+    python3 -m unittest -v test_stream.py
+
+Tables and real bytes on loopback sockets.  STREAM_LONG=1 adds the long sweeps.  ``python3 test_stream.py --write-tables``
+renews the tables in README.md that are generated from the code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import http.client
+import importlib.util
+import io
+import json
+import os
+import pty
+import random
+import re
+import select
+import signal
+import socket
+import ssl
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+import unittest.mock
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import fixture_server
+import stream_client
+from stream_client import (
+    FAILURES,
+    WARNINGS,
+    Body,
+    ChatCompletion,
+    ChatStream,
+    Clock,
+    Events,
+    Framing,
+    Policy,
+    Refused,
+    Secret,
+    StreamFailure,
+    framing_of,
+    parse_url,
+    stream,
+    strict_json,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+ROOT = Path(__file__).resolve().parent
+CLIENT = str(ROOT / 'stream_client.py')
+FIXTURE = str(ROOT / 'fixture_server.py')
+CAPTURES = ROOT / '.ci' / 'captures'
+KEY = 'sk-not/a"real\\key-0123456789'
+HAS_HYPOTHESIS = importlib.util.find_spec('hypothesis') is not None
+HAS_HTTPX = importlib.util.find_spec('httpx') is not None
+LONG = os.environ.get('STREAM_LONG') == '1'
+
+
+# --- helpers ------------------------------------------------------------------------------------------------------------
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment without what would change a run."""
+    left_out = ('MODEL_API_KEY', 'NO_COLOR', 'SSLKEYLOGFILE')
+    return {k: v for k, v in os.environ.items() if k not in left_out} | {'PYTHONDONTWRITEBYTECODE': '1'} | more
+
+
+def run(*args: str, env: dict[str, str] | None = None, program: str = CLIENT, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """The client as a command, in a directory of the caller's choice (cwd=)."""
+    kwargs = {'capture_output': True, 'text': True, 'timeout': 60, **kwargs}
+    return subprocess.run([sys.executable, program, *args], env=environment(**(env or {})), **kwargs)
+
+
+def patched(code: str, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """The client's main() in a process of its own, after some code was run in it."""
+    program = f'import sys; sys.path.insert(0, {str(ROOT)!r}); import stream_client, socket, os\n{code}\nsys.exit(stream_client.main(sys.argv[1:]))'
+    kwargs = {'capture_output': True, 'text': True, 'timeout': 60, **kwargs}
+    return subprocess.run([sys.executable, '-c', program, *args], env=environment(), **kwargs)
+
+
+@contextlib.contextmanager
+def fixture(mode: str = 'ok', delay: float = 0.01, **options: Any) -> Iterator[str]:
+    """A running fixture; yields the endpoint's URL."""
+    with fixture_server.server(0, mode, delay, **options) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield f'http{"s" if options.get("certificate") else ""}://127.0.0.1:{server.server_port}{fixture_server.PATH}'
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+class Raw:
+    """A raw server: ``script`` gets each accepted connection, after its request was read (unless ``read`` is False)."""
+
+    def __init__(self, script: Callable[[socket.socket], None], read: bool = True, buffer: int = 0) -> None:
+        self.script, self.read = script, read
+        self.requests: list[bytes] = []
+        self.closed_at: list[float] = []
+        self.socket = socket.socket()
+        if buffer:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        self.socket.bind(('127.0.0.1', 0))
+        self.socket.listen(64)
+        self.port = self.socket.getsockname()[1]
+        self.url = f'http://127.0.0.1:{self.port}/v1/chat/completions'
+
+    def __enter__(self) -> Raw:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._one, args=(self.socket.accept()[0],), daemon=True).start()
+
+    def _one(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(20)
+            if self.read:
+                self.requests.append(read_request(connection))
+            self.script(connection)
+
+
+def read_request(connection: socket.socket) -> bytes:
+    """One request with its body."""
+    data = b''
+    while b'\r\n\r\n' not in data:
+        data += connection.recv(65536) or b'\r\n\r\n'
+    head, _, body = data.partition(b'\r\n\r\n')
+    length = re.search(rb'(?i)content-length: *([0-9]+)', head)
+    while length and len(body) < int(length[1]):
+        more = connection.recv(65536)
+        if not more:
+            break
+        body += more
+    return head + b'\r\n\r\n' + body
+
+
+def sending(*steps: bytes | float) -> Callable[[socket.socket], None]:
+    """A script that sends bytes and waits seconds, and then lets the client close."""
+
+    def script(connection: socket.socket) -> None:
+        for step in steps:
+            if isinstance(step, float):
+                time.sleep(step)
+            else:
+                connection.sendall(step)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(65536):
+            pass
+
+    return script
+
+
+def resetting(connection: socket.socket) -> None:
+    """A script that resets the connection."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+
+
+def data(*events: object, eol: str = '\n') -> bytes:
+    """An event stream of these event data."""
+    return b''.join(fixture_server.event(e, eol) for e in events)
+
+
+def chunk(content: object = None, finish: object = None, **members: Any) -> dict[str, Any]:
+    """A chunk with its text, in the smallest form."""
+    return {'choices': [{'index': 0, 'delta': {'content': content}, 'finish_reason': finish}], **members}
+
+
+def cut(raw: bytes, cuts: Iterable[int]) -> list[bytes]:
+    """The bytes cut at these offsets."""
+    edges = [0, *sorted(cuts), len(raw)]
+    return [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def judge(pieces: Iterable[bytes], framing: Framing | None = None, **options: Any) -> dict[str, Any]:
+    """What the layers without I/O say of a body that came in these reads and then ended: all that must not depend on the cuts."""
+    body, chat = Body(framing or Framing(False, None)), ChatCompletion(**options)
+    texts, failure = [], None
+    try:
+        for piece in [*filter(None, pieces), b'']:
+            found = body.feed(piece)
+            if not piece:
+                body.feed_eof()
+            texts += chat.feed(found)
+            if body.failure and not chat.done:
+                raise body.failure
+            if chat.done or body.end:
+                break
+        if not chat.done:
+            chat.events.finish()
+        chat.end(body.end)
+    except StreamFailure as exc:
+        failure = exc
+    return {
+        'outcome': failure.code if failure else 'passed', 'boundary': failure and failure.boundary,
+        'message': failure and failure.message, 'event': failure and failure.event, 'text': chat.text,
+        'shown': ''.join(texts), 'finish_reason': chat.finish_reason, 'done': chat.done, 'usage': chat.usage,
+        'content_events': chat.content_events, 'events': chat.seen, 'error': chat.server_error, 'id': chat.id,
+        'reasoning': (chat.reasoning_events, chat.reasoning_chars),
+        'warnings': {k: v for k, v in chat.warnings.items() if k != 'after_done'},
+    }
+
+
+def invariant(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without what may depend on time, on how the bytes were cut, or on what followed the failure or [DONE]."""
+    kept = {k: v for k, v in record.items() if k not in ('started_at', 'first_text_ms', 'duration_ms', 'event_gaps_ms', 'marks_ms')}
+    kept['warnings'] = [w for w in record['warnings'] if w['code'] not in ('after_done', 'unclean_end')]
+    kept['gaps'] = len(record['event_gaps_ms'])
+    kept['request'] = {k: v for k, v in record['request'].items() if k not in ('url', 'run_id')}
+    kept['response'] = {k: v for k, v in record['response'].items() if k != 'peer'}
+    kept['delivery'] = {k: record['delivery'][k] for k in ('events', 'reasoning_events', 'reasoning_chars')}
+    return kept
+
+
+RECORD_KEYS = {
+    'ok', 'model', 'text', 'first_text_ms', 'duration_ms', 'content_events', 'event_gaps_ms', 'finish_reason', 'done',
+    'completion_tokens', 'error', 'schema_version', 'outcome', 'failure', 'warnings', 'request', 'response', 'marks_ms',
+    'delivery', 'usage', 'client', 'started_at', 'label', 'notes', 'synthetic',
+}
+
+
+def check_record(case: unittest.TestCase, record: dict[str, Any]) -> None:
+    """What is true of every record, whatever happened."""
+    case.assertEqual(set(record), RECORD_KEYS)
+    case.assertEqual(record['ok'], record['outcome'] == 'passed')
+    case.assertEqual(record['ok'], record['failure'] is None)
+    case.assertEqual(record['error'], record['failure'] and record['failure']['message'])
+    if record['failure']:
+        case.assertEqual(record['failure']['code'], record['outcome'])
+        kind = FAILURES[record['outcome']]
+        case.assertEqual(record['failure']['hint'], kind.hint)
+        case.assertIn(record['failure']['boundary'], [kind.boundary] if kind.boundary else stream_client.BOUNDARIES)
+    else:
+        case.assertTrue(record['done'] or record['request']['policy']['tolerate'])
+        case.assertIn(record['finish_reason'], record['request']['policy']['accept_finish'])
+    case.assertEqual(len(record['event_gaps_ms']), max(0, record['content_events'] - 1))
+    for warning in record['warnings']:
+        case.assertEqual(set(warning), {'code', 'count', 'message'})
+    marks = [record['marks_ms'][k] for k in ('resolved', 'connected', 'secured', 'sent', 'head', 'first_byte', 'first_event', 'done', 'end')]
+    reached = [m for m in marks if m is not None]
+    case.assertEqual(reached, sorted(reached))
+
+
+def plain(record: dict[str, Any]) -> tuple[Any, ...]:
+    """The facts of the original interface."""
+    return tuple(record[k] for k in ('ok', 'text', 'finish_reason', 'done', 'completion_tokens'))
+
+
+# --- wire to body -------------------------------------------------------------------------------------------------------
+
+
+class BodyTest(unittest.TestCase):
+    """The framing layer: RFC 9112 sections 6 and 7."""
+
+    WHOLE: ClassVar = [
+        # framing, bytes, body, end
+        (Framing(True, None), b'5\r\nhello\r\n0\r\n\r\n', b'hello', 'last_chunk'),
+        (Framing(True, None), b'5;a="x;y"\r\nhello\r\n3 \t\r\n wo\r\n000\r\nX: y\r\n\r\n', b'hello wo', 'last_chunk'),
+        (Framing(True, None), b'00aA\r\n' + b'x' * 170 + b'\r\n0\r\n\r\n', b'x' * 170, 'last_chunk'),
+        (Framing(True, None), b'0\r\n\r\ntrailing', b'', 'last_chunk'),
+        (Framing(False, 5), b'hellomore', b'hello', 'length'),
+        (Framing(False, 0), b'more', b'', 'length'),
+        (Framing(False, None), b'hello', b'hello', 'closed'),
+    ]
+    BROKEN: ClassVar = [
+        # framing, bytes, body before the fault, code, message
+        (Framing(True, None), b'5\r\nhelloX', b'hello', 'chunk_malformed',
+         "expected CRLF after the chunk data, found byte 0x58 ('X') at offset 8 of the framed body"),
+        (Framing(True, None), b'5\r\nhello\rX', b'hello', 'chunk_malformed',
+         "expected CRLF after the chunk data, found byte 0x58 ('X') at offset 9 of the framed body"),
+        (Framing(True, None), b'5\r\nhello\n', b'hello', 'chunk_malformed',
+         "expected CRLF after the chunk data, found byte 0x0a ('\\n') at offset 8 of the framed body"),
+        (Framing(True, None), b'HTTP/1.1 502 Bad Gateway\r\n', b'', 'chunk_malformed',
+         "expected a chunk size in hexadecimal, found byte 0x48 ('H') at offset 0 of the framed body"),
+        (Framing(True, None), b'0_9\r\n', b'', 'chunk_malformed',
+         "expected a chunk size in hexadecimal, found byte 0x5f ('_') at offset 1 of the framed body"),
+        (Framing(True, None), b'-5\r\n', b'', 'chunk_malformed',
+         "expected a chunk size in hexadecimal, found byte 0x2d ('-') at offset 0 of the framed body"),
+        (Framing(True, None), b'\r\n', b'', 'chunk_malformed',
+         "expected a chunk size in hexadecimal, found byte 0x0d ('\\r') at offset 0 of the framed body"),
+        (Framing(True, None), b'5\nhello', b'', 'chunk_malformed',
+         "expected a chunk size in hexadecimal, found byte 0x0a ('\\n') at offset 1 of the framed body"),
+        (Framing(True, None), b'1' * 17, b'', 'chunk_malformed',
+         "expected a chunk size in hexadecimal, found byte 0x31 ('1') at offset 16 of the framed body"),
+        (Framing(True, None), b'1;' + b'x' * 5000, b'', 'chunk_malformed',
+         'expected a chunk size in hexadecimal, found a line of over 4096 bytes'),
+        (Framing(True, None), b'0\r\nno field\r\n', b'', 'chunk_malformed',
+         "expected a trailer field or the final CRLF, found byte 0x20 (' ') at offset 5 of the framed body"),
+        (Framing(True, None), b'0\r\n' + b'X: y\r\n' * 11000, b'', 'chunk_malformed', 'trailer is longer than 65536 bytes'),
+        (Framing(True, None), b'5\r\nhel', b'hel', 'body_cut', 'connection closed after 3 body bytes with 2 bytes of a chunk due'),
+        (Framing(True, None), b'5\r\nhello\r\n', b'hello', 'body_cut', 'connection closed after 5 body bytes with the last chunk missing'),
+        (Framing(True, None), b'5\r\nhello\r\n0\r\n', b'hello', 'body_cut',
+         'connection closed after 5 body bytes with the last chunk missing'),
+        (Framing(False, 9), b'hello', b'hello', 'body_cut', 'connection closed after 5 of 9 body bytes'),
+    ]
+
+    def feed(self, framing: Framing, pieces: Iterable[bytes], **options: Any) -> tuple[bytes, str | None, StreamFailure | None]:
+        body = Body(framing, **options)
+        out = b''.join(body.feed(piece) for piece in pieces)
+        body.feed_eof()
+        self.assertEqual(body.bytes, len(out))
+        return out, body.end, body.failure
+
+    def test_whole_bodies_in_every_two_way_cut(self) -> None:
+        for framing, raw, want, end in self.WHOLE:
+            for at in range(len(raw) + 1):
+                with self.subTest(raw=raw[:40], at=at):
+                    self.assertEqual(self.feed(framing, cut(raw, [at])), (want, end, None))
+            self.assertEqual(self.feed(framing, cut(raw, range(len(raw)))), (want, end, None))
+
+    def test_broken_bodies_fail_the_same_in_every_cut(self) -> None:
+        for framing, raw, want, code, message in self.BROKEN:
+            cuts = [[], range(len(raw)), *([at] for at in range(0, len(raw), max(1, len(raw) // 100)))]
+            for at in cuts:
+                with self.subTest(raw=raw[:40], at=at):
+                    out, end, failure = self.feed(framing, cut(raw, at))
+                    self.assertEqual((out, end), (want, None))
+                    assert failure
+                    self.assertEqual((failure.code, failure.message), (code, message))
+
+    def test_the_limit_hands_over_what_it_allows(self) -> None:
+        for framing, raw in ((Framing(False, None), b'hello'), (Framing(False, 5), b'hello'), (Framing(True, None), b'5\r\nhello\r\n0\r\n\r\n')):
+            for pieces in ([raw], cut(raw, range(len(raw)))):
+                out, end, failure = self.feed(framing, pieces, max_bytes=4)
+                assert failure
+                self.assertEqual((out, end, failure.message), (b'hell', None, 'body is longer than the limit of 4 bytes (--max-stream-bytes)'))
+
+    def test_framing_of_header_fields(self) -> None:
+        chunked, length = ('Transfer-Encoding', 'Chunked'), ('content-length', ' 5 ')
+        for fields, http_1_0, want in [
+            ([], False, Framing(False, None)), ([chunked], False, Framing(True, None)), ([length], True, Framing(False, 5)),
+            ([length, ('Content-Length', '5, 5')], False, Framing(False, 5)), ([chunked], True, 'length_conflict'),
+            ([chunked, length], False, 'length_conflict'), ([length, ('Content-Length', '6')], False, 'length_conflict'),
+            ([('Content-Length', '+5')], False, 'length_conflict'), ([('Content-Length', '')], False, 'length_conflict'),
+            ([('Content-Length', '٥')], False, 'length_conflict'), ([chunked, chunked], False, 'length_conflict'),
+            ([('Transfer-Encoding', 'identity')], False, 'length_conflict'), ([('Transfer-Encoding', '')], False, 'length_conflict'),
+            ([('Transfer-Encoding', 'gzip, chunked')], False, 'encoded_body'),
+        ]:
+            with self.subTest(fields=fields, http_1_0=http_1_0):
+                if isinstance(want, str):
+                    with self.assertRaises(StreamFailure) as caught:
+                        framing_of(fields, http_1_0)
+                    self.assertEqual(caught.exception.code, want)
+                else:
+                    self.assertEqual(framing_of(fields, http_1_0), want)
+
+
+# --- bytes to events ----------------------------------------------------------------------------------------------------
+
+
+def events_of(pieces: Iterable[bytes], **options: Any) -> tuple[list[str], list[str], str | None]:
+    """Data, types and message of the failure, if any, of bytes that came in these reads."""
+    parser, found = Events(**options), []
+    try:
+        for piece in pieces:
+            found += parser.feed(piece)
+        parser.finish()
+    except StreamFailure as exc:
+        return found, [getattr(e, 'type', 'message') for e in found], exc.message
+    return found, [getattr(e, 'type', 'message') for e in found], None
+
+
+class EventsTest(unittest.TestCase):
+    """The event-stream parser: WHATWG HTML, server-sent events."""
+
+    TABLE: ClassVar = [
+        # bytes, data, types
+        (b'data: YHOO\ndata: +2\ndata: 10\n\n', ['YHOO\n+2\n10'], ['message']),  # the examples of the standard
+        (b': test stream\n\ndata: first event\nid: 1\n\ndata:second event\nid\n\ndata:  third event\n', ['first event', 'second event'], None),
+        (b'data\n\ndata\ndata\n\ndata:', ['', '\n'], None),
+        (b'data:test\n\ndata: test\n\n', ['test', 'test'], None),
+        (b'event: add\ndata: 73857293\n\nevent:remove\ndata: 2153\n\n', ['73857293', '2153'], ['add', 'remove']),
+        (b'event: x\n\ndata: y\n\n', ['y'], ['message']),  # a type lasts for one block, also without data
+        (b'event: message\ndata: y\n\nevent:\ndata: z\n\n', ['y', 'z'], ['message', 'message']),
+        (b'data: a\r\rdata: b\r\n\r\ndata: c\n\n', ['a', 'b', 'c'], None),
+        (b'data: a\r\n\rdata: b\n\r\n', ['a', 'b'], None),
+        (b'data: a\r\n', [], None),  # CR LF is one terminator
+        (b'\xef\xbb\xbfdata: a\n\n', ['a'], None),
+        (b'\xef\xbb\xbf\xef\xbb\xbfdata: a\n\ndata: \xef\xbb\xbfb\n\n', ['\ufeffb'], None),
+        ('data: a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\n\n'.encode(), ['a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg'], None),
+        (b'data: [DONE]', [], None),  # an event that no blank line ends is none
+        (b'data: [DONE]\n', [], None),
+        (b' data: a\n\nDATA: b\n\ndata : c\n\n\tdata: d\n\n', [], None),
+        (b'data: \x00\n\n', ['\x00'], None),
+        ('data: ✓🙂\n\n'.encode(), ['✓🙂'], None),
+        (b'error: {"x":1}\n\ndata: a\n\n', ['a'], None),
+        (b'', [], None),
+    ]
+    BROKEN: ClassVar = [
+        # bytes, data before, message
+        (b'data: a\n\ndata: \xff\n\n', ['a'], 'byte 0xff at body offset 15 is not UTF-8: invalid start or continuation byte'),
+        (b'data: a\n\n\xe2\x28', ['a'], 'byte 0xe2 at body offset 9 is not UTF-8: invalid start or continuation byte'),
+        (b': \xed\xa0\x80', [], 'byte 0xed at body offset 2 is not UTF-8: invalid start or continuation byte'),
+        (b'data: a\n\ndata: \xe2\x9c', ['a'], 'byte 0xe2 at body offset 15 is not UTF-8: unexpected end of data'),
+        (b'data: a\n\n' + b'x' * 21, ['a'], 'line is longer than the limit of 20 characters (--max-line-chars)'),
+        (b'data: a\n\n:' + b'x' * 20 + b'\n', ['a'], 'line is longer than the limit of 20 characters (--max-line-chars)'),
+        (b'data: a\n\n' + b'data: 1234567890\n' * 4, ['a'], 'event is longer than the limit of 40 characters (--max-event-chars)'),
+        (b'data: a\n\n' + b'data\n' * 42, ['a'], 'event is longer than the limit of 40 characters (--max-event-chars)'),
+        (b'x' * 21 + b'\xff', [], 'line is longer than the limit of 20 characters (--max-line-chars)'),
+        (b'x' * 20 + b'\xff', [], 'byte 0xff at body offset 20 is not UTF-8: invalid start or continuation byte'),
+    ]
+
+    def test_tables_in_every_two_way_cut(self) -> None:
+        for raw, want, types in self.TABLE:
+            for at in range(len(raw) + 1):
+                with self.subTest(raw=raw[:60], at=at):
+                    found, kinds, message = events_of(cut(raw, [at]))
+                    self.assertEqual((found, message), (want, None))
+                    self.assertEqual(kinds, types or ['message'] * len(want))
+            self.assertEqual(events_of(cut(raw, range(len(raw))))[0], want)
+            self.assertEqual(events_of([p for b in cut(raw, range(len(raw))) for p in (b, b'')])[0], want)
+
+    def test_broken_streams_hand_over_what_was_whole_and_fail_the_same_in_every_cut(self) -> None:
+        for raw, want, message in self.BROKEN:
+            for cuts in ([], range(len(raw)), *([at] for at in range(len(raw)))):
+                with self.subTest(raw=raw[:40], cuts=cuts):
+                    found, _, said = events_of(cut(raw, cuts), max_line_chars=20, max_event_chars=40)
+                    self.assertEqual((found, said), (want, message))
+
+    def test_an_event_is_dispatched_at_the_first_terminator_of_its_blank_line(self) -> None:
+        parser = Events()
+        self.assertEqual(parser.feed(b'data: a\r\n\r'), ['a'])
+        self.assertEqual(parser.feed(b'\ndata: b\n\n'), ['b'])
+
+    def test_lines_at_the_limits_are_whole(self) -> None:
+        line = b'x' * (stream_client.MAX_LINE_CHARS - 6)
+        self.assertEqual(len(events_of([b'data: ' + line + b'\n\n'])[0][0]), len(line))
+        self.assertIsNotNone(events_of([b'data: x' + line + b'\n\n'])[2])
+        lines = [b'data: ' + b'y' * 16383 + b'\n'] * 64
+        self.assertEqual(len(events_of([*lines, b'\n'])[0][0]), stream_client.MAX_EVENT_CHARS - 1)
+        self.assertEqual(len(events_of([*lines, b'data\n\n'])[0][0]), stream_client.MAX_EVENT_CHARS)
+        self.assertIsNotNone(events_of([*lines, b'data\ndata\n\n'])[2])
+
+    def test_a_failure_is_absorbing(self) -> None:
+        parser = Events()
+        self.assertEqual(parser.feed(b'data: a\n\n\xff'), ['a'])
+        for call in (lambda: parser.feed(b'data: b\n\n'), lambda: parser.feed(b''), parser.finish):
+            with self.assertRaises(UnicodeDecodeError):
+                call()
+        with self.assertRaises(ValueError):
+            Events().feed(b'\xff')
+
+    def test_finish_raises_unicode_decode_error_on_a_cut_character(self) -> None:
+        parser = Events()
+        parser.feed(b'data: \xf0\x9f')
+        with self.assertRaises(UnicodeDecodeError) as caught:
+            parser.finish()
+        self.assertIsInstance(caught.exception, StreamFailure)
+
+    def test_what_else_was_seen(self) -> None:
+        parser = Events()
+        parser.feed(b': a\n:\nx\nid: 1\nretry: 30\ndata: a\n\nerror: first\nerror: second\nretry: 3x\nid: n\0\nid: 2\nfoo: 1\n')
+        self.assertEqual((parser.comments, parser.unknown_fields, parser.reconnection_ms), (2, 2, 30))
+        self.assertEqual((parser.last_event_id, parser.error_field), ('1', (1, 'first')))
+        parser.feed(b'\n')
+        self.assertEqual(parser.last_event_id, '2')
+
+    def test_time_does_not_grow_with_the_square(self) -> None:
+        """Ten times the bytes in one-byte reads takes about ten times the time; a square would take a hundred."""
+
+        def cost(size: int) -> float:
+            raw, best = b'data: ' + b'x' * size, float('inf')
+            for _ in range(3):
+                parser = Events(max_line_chars=10**7)
+                start = time.process_time()
+                for at in range(len(raw)):
+                    parser.feed(raw[at : at + 1])
+                best = min(best, time.process_time() - start)
+            return best
+
+        self.assertLess(cost(40_000), 40 * cost(4_000))
+
+
+# --- events to verdict --------------------------------------------------------------------------------------------------
+
+
+class JsonTest(unittest.TestCase):
+    """Strict JSON, the same on every Python."""
+
+    def test_what_is_json(self) -> None:
+        for text in ('{"a":1,"a":1}', '[' * 100 + ']' * 100, '9' * 4300, '-' + '9' * 4300, '{"a":"[[[{{{"}', ' {} ', '1e999', '"\\ud800"',
+                     '{"a":{"b":[1,2]},"a":{"b":[1,2]}}', '"' + '[' * 500 + '"'):
+            with self.subTest(text=text[:40]):
+                strict_json(text)
+
+    def test_what_is_not(self) -> None:
+        for text, code in [
+            ('', 'not_json'), ('{', 'not_json'), ('NaN', 'not_json'), ('{"a":Infinity}', 'not_json'), ('{"a":-Infinity}', 'not_json'),
+            ("{'a':1}", 'not_json'), ('{"a":1}x', 'not_json'), ('"\x00"', 'not_json'), ('01', 'not_json'), ('\ufeff{}', 'not_json'),
+            ('[' * 101 + ']' * 101, 'json_limits'), ('[' * 100_000, 'json_limits'), ('{"a":' * 101 + '1' + '}' * 101, 'json_limits'),
+            ('9' * 4301, 'json_limits'), ('{"a":-' + '9' * 4301 + '}', 'json_limits'),
+            ('{"a":1,"a":2}', 'repeated_key'), ('{"a":1,"a":1.0}', 'repeated_key'), ('{"a":1,"a":true}', 'repeated_key'),
+            ('{"a":[{"b":null,"b":0}]}', 'repeated_key'), ('{"a":1,"\\u0061":2}', 'repeated_key'),
+        ]:
+            with self.subTest(text=text[:40]):
+                with self.assertRaises(StreamFailure) as caught:
+                    strict_json(text)
+                self.assertEqual(caught.exception.code, code)
+
+    def test_the_quick_way_finds_what_the_checked_one_finds(self) -> None:
+        """A repeated key is found wherever it stands in a chunk, whatever else the chunk holds."""
+        for members in ('"id":"a","id":"b"', '"choices":[{"index":0,"delta":{"content":"x","content":"y"}}]', '"x":{"k":1,"k":2}',
+                        '"choices":[{"index":0,"delta":{},"finish_reason":null,"finish_reason":"stop"}]',
+                        '"choices":[],"usage":{"completion_tokens":1,"completion_tokens":2}', '"id" :"a","id" :"b"',
+                        '"a":{},"id":"a","id":"b"', '"choices":[{"index":0,"delta":{"content":"a:b"}}],"id":1,"id":2'):
+            with self.subTest(members=members):
+                self.assertEqual(judge([data('{' + members + '}')])['outcome'], 'repeated_key')
+
+
+TEXT, STOP, DONE = chunk('Hi'), chunk(finish='stop'), '[DONE]'
+
+
+class ChatTest(unittest.TestCase):
+    """The state machine, one rule a row."""
+
+    TABLE: ClassVar = [
+        # what it shows, events, outcome, text, finish_reason, done, warnings
+        ('a whole answer', [TEXT, STOP, DONE], 'passed', 'Hi', 'stop', True, []),
+        ('finish with text', [chunk('Hi', 'stop'), DONE], 'passed', 'Hi', 'stop', True, []),
+        ('text of a failing finish is kept', [chunk('Hi', 7), DONE], 'bad_shape', 'Hi', None, False, []),
+        ('error beats everything in its chunk', [TEXT, {**chunk(7), 'error': 'x', 'usage': 3}], 'server_error', 'Hi', None, False, []),
+        ('usage before choices', [TEXT, {**chunk(7), 'usage': 3}], 'bad_usage', 'Hi', None, False, []),
+        ('usage of a failing chunk counts', [STOP, {**chunk('Hi'), 'usage': {'completion_tokens': 4}}], 'text_after_finish', '', 'stop', False, []),
+        ('an earlier failure stands', [TEXT, {'choices': 3}, {'error': 'x'}], 'bad_shape', 'Hi', None, False, []),
+        ('nothing after [DONE] changes it', [TEXT, STOP, DONE, 'junk', {'error': 'x'}], 'passed', 'Hi', 'stop', True, []),
+        ('a second stop', [TEXT, STOP, STOP, DONE], 'passed', 'Hi', 'stop', True, ['finish_repeated']),
+        ('a second stop with text', [TEXT, STOP, chunk('x', 'stop'), DONE], 'text_after_finish', 'Hi', 'stop', False, []),
+        ('another model', [{**TEXT, 'model': 'b'}, STOP, DONE], 'passed', 'Hi', 'stop', True, ['model_differs']),
+        ('another object type', [{**TEXT, 'object': 'text_completion'}, STOP, DONE], 'passed', 'Hi', 'stop', True, ['object_differs']),
+        ('neither choices nor usage', [{}, TEXT, STOP, DONE], 'passed', 'Hi', 'stop', True, ['empty_chunk']),
+        ('"" is no finish', [chunk('Hi', ''), STOP, DONE], 'passed', 'Hi', 'stop', True, ['finish_empty']),
+        ('"null" is no finish', [chunk('Hi', 'null'), DONE], 'no_finish', 'Hi', None, True, ['finish_empty']),
+        ('empty data', ['', TEXT, STOP, DONE], 'passed', 'Hi', 'stop', True, ['empty_event']),
+        ('U+FFFD', [chunk('H\ufffd'), STOP, DONE], 'passed', 'H\ufffd', 'stop', True, ['replacement_character']),
+        ('id on other chunks changes', [{**TEXT, 'id': 'a'}, {**STOP, 'id': 'b'}, DONE], 'passed', 'Hi', 'stop', True, ['id_differs']),
+        ('id of text changes', [{**TEXT, 'id': 'a'}, {**TEXT, 'id': 'b'}, STOP, DONE], 'id_changed', 'Hi', None, False, []),
+        ('ids that are absent are skipped', [{**TEXT, 'id': 'a'}, TEXT, {**TEXT, 'id': ''}, {**TEXT, 'id': 'a'}, STOP, DONE], 'passed',
+         'HiHiHiHi', 'stop', True, []),
+        ('more tokens than asked for', [TEXT, STOP, {'choices': [], 'usage': {'completion_tokens': 9}}, DONE], 'passed', 'Hi', 'stop', True,
+         ['max_tokens_exceeded']),
+        ('no tokens although text came', [TEXT, STOP, {'choices': [], 'usage': {'completion_tokens': 0}}, DONE], 'passed', 'Hi', 'stop', True,
+         ['usage_contradicts']),
+        ('private use and unassigned are visible', [chunk('\ue000'), STOP, DONE], 'passed', '\ue000', 'stop', True, []),
+        ('a noncharacter is not', [chunk('\ufdd0\uffff\U0001fffe'), STOP, DONE], 'no_visible_text', '\ufdd0\uffff\U0001fffe', 'stop', True, []),
+        ('a tool call hides no text before it', [TEXT, {'choices': [{'index': 0, 'delta': {'tool_calls': [{}]}}]}], 'tool_call', 'Hi', None,
+         False, []),
+        ('reasoning is no text', [{'choices': [{'index': 0, 'delta': {'reasoning': 'Hm', 'content': ''}}]}, STOP, DONE], 'no_visible_text', '',
+         'stop', True, []),
+        ('refusal null is none', [{'choices': [{'index': 0, 'delta': {'content': 'Hi', 'refusal': ''}}]}, STOP, DONE], 'passed', 'Hi', 'stop',
+         True, []),
+        ('error null is none', [{**TEXT, 'error': None}, STOP, DONE], 'passed', 'Hi', 'stop', True, []),
+        ('detail beside choices is none', [{**TEXT, 'detail': 'x', 'code': 1, 'message': 'y'}, STOP, DONE], 'passed', 'Hi', 'stop', True, []),
+        ('no events', [], 'no_done', '', None, False, []),
+    ]
+
+    def test_table(self) -> None:
+        for name, events, outcome, text, finish, done, warnings in self.TABLE:
+            with self.subTest(name):
+                got = judge([data(*events)], model='a', max_tokens=8)
+                self.assertEqual((got['outcome'], got['text'], got['finish_reason'], got['done'], list(got['warnings'])),
+                                 (outcome, text, finish, done, warnings))
+
+    def test_whole_messages(self) -> None:
+        for events, message in [
+            ([TEXT, STOP], 'the body ended before [DONE], by closing, after 2 events; finish_reason: "stop"'),
+            ([TEXT, 'oops'], 'event 2: not JSON: "oops"'),
+            ([TEXT, '[]'], 'event 2 is JSON but no object: "[]"'),
+            ([{'error': {'message': 'full\x1b[2J', 'type': 'T', 'code': 500}}], 'error in the stream: full\\x1b[2J, type T, code 500'),
+            ([{'error': {'error': {'message': 'deep'}}}], 'error in the stream: deep'),
+            ([{'detail': [{'msg': 'bad'}]}], 'error in the stream: [{"msg":"bad"}]'),
+            ([chunk(finish='length'), DONE], 'finish_reason is "length", expected "stop"'),
+            ([chunk('a', 'stop'), chunk('b')], "text after finish_reason 'stop'"),
+            ([chunk('a', 'stop'), chunk(finish='length')], "a second finish_reason after 'stop'"),
+            ([{'choices': [{'index': 2, 'delta': {}}]}], 'event 1: the choice has index 2, expected 0'),
+            ([{'choices': [{'delta': {}}]}], 'event 1: the choice has no index'),
+            ([{'choices': [{}, {}]}], 'event 1 has 2 choices, expected one'),
+            ([{'usage': {'completion_tokens': '7'}}], 'event 1: completion_tokens 7 is no whole number from 0 up'),
+            ([chunk('\u200b'), STOP, DONE], 'no visible character in 1 characters of text, 0 of reasoning'),
+            ([{**TEXT, 'id': 'a'}, {**TEXT, 'id': 'b'}], 'event 2 carries text under id "b", earlier text had "a"'),
+            ([TEXT, DONE], '[DONE] came after 1 content events without a finish_reason'),
+        ]:
+            with self.subTest(message):
+                self.assertEqual(judge([data(*events)])['message'], message)
+
+    def test_the_end_of_the_body_says_what_was_cut(self) -> None:
+        for raw, tail in [
+            (data(TEXT, STOP) + b'data: [DONE]', '; "data: [DONE]" stands at the end, but no blank line ends that event'),
+            (data(TEXT, STOP) + b'data: [DONE]\n', '; "data: [DONE]" stands at the end, but no blank line ends that event'),
+            (data(TEXT, STOP) + b'data: {"choi', '; an event of 6 characters was cut'),
+        ]:
+            with self.subTest(raw=raw[-20:]):
+                self.assertEqual(judge([raw])['message'], 'the body ended before [DONE], by closing, after 2 events; finish_reason: "stop"' + tail)
+        self.assertIn('2 lines were no event-stream fields', judge([b'{"a":1}\n{"b":2}\n'])['message'])
+
+    def test_policy(self) -> None:
+        length, answer = [TEXT, chunk(finish='length'), DONE], [TEXT, STOP]
+        two_ids, no_index = [{**TEXT, 'id': 'a'}, {**TEXT, 'id': 'b'}, STOP, DONE], [{'choices': [{'delta': {'content': 'Hi'}}]}, STOP, DONE]
+        closed, whole = Framing(False, None), Framing(False, len(data(*answer)))
+        for events, framing, policy, outcome, warnings in [
+            (length, closed, Policy(('length',)), 'passed', {}),
+            ([TEXT, STOP, DONE], closed, Policy(('length',)), 'passed', {}),
+            (answer, whole, Policy(tolerate=('no_done',)), 'passed', {'no_done': 1}),
+            (answer, closed, Policy(tolerate=('no_done',)), 'no_done', {}),
+            ([TEXT], Framing(False, len(data(TEXT))), Policy(tolerate=('no_done',)), 'no_done', {}),
+            (two_ids, closed, Policy(tolerate=('id_changed',)), 'passed', {'id_changed': 1}),
+            (no_index, closed, Policy(tolerate=('missing_index',)), 'passed', {'missing_index': 1}),
+            ([{}, TEXT, STOP, DONE], closed, Policy(fail_on=('empty_chunk',)), 'warning_refused', {'empty_chunk': 1}),
+            ([{}, TEXT, STOP, DONE], closed, Policy(fail_on=('no_usage',)), 'passed', {'empty_chunk': 1}),
+            (length, closed, Policy(fail_on=('no_usage',)), 'finish_not_accepted', {}),
+        ]:
+            with self.subTest(policy=policy, outcome=outcome):
+                got = judge([data(*events)], framing, policy=policy)
+                self.assertEqual((got['outcome'], got['warnings']), (outcome, warnings))
+
+    def test_usage_is_the_last_count(self) -> None:
+        use = [{'usage': u} for u in ({'completion_tokens': 1, 'prompt_tokens': 5}, {'completion_tokens': None}, None, {},
+                                      {'completion_tokens': 2, 'prompt_tokens': -1, 'prompt_tokens_details': {'cached_tokens': 3},
+                                       'completion_tokens_details': {'reasoning_tokens': True}})]
+        got = judge([data(*use, TEXT, STOP, DONE)], usage_asked=True)
+        self.assertEqual(got['usage'], {'completion_tokens': 2, 'prompt_tokens': 5, 'cached_tokens': 3, 'reasoning_tokens': None})
+        self.assertNotIn('no_usage', got['warnings'])
+        self.assertIn('no_usage', judge([data(TEXT, STOP, DONE)], usage_asked=True)['warnings'])
+
+    def test_reasoning_under_both_names_counts_once(self) -> None:
+        both = {'choices': [{'index': 0, 'delta': {'reasoning': 'Hm', 'reasoning_content': 'Hm'}}]}
+        self.assertEqual(judge([data(both, both)])['reasoning'], (2, 4))
+
+    def test_surrogate_halves_are_joined_and_shown_whole(self) -> None:
+        halves = ['{"choices":[{"index":0,"delta":{"content":"%s"}}]}' % c for c in ('a\\ud83d', '\\ude42b\\ud83d', '\\ude43')]
+        got = judge([data(*halves, STOP, DONE)])
+        self.assertEqual((got['outcome'], got['text'], got['shown']), ('passed', 'a🙂b🙃', 'a🙂b🙃'))
+
+    def test_an_error_field_counts_where_it_stands(self) -> None:
+        line = b'error: {"message":"slot"}\n'
+        for raw, outcome, text in [
+            (data(TEXT) + line + b'\n' + data(STOP, DONE), 'server_error', 'Hi'),
+            (line + data(TEXT, STOP, DONE), 'server_error', ''),
+            (data(TEXT, STOP, DONE) + line, 'passed', 'Hi'),
+            (data(TEXT, STOP) + b'data: [DONE]\n' + line + b'\n', 'server_error', 'Hi'),
+            (data(TEXT) + line + b'\xff', 'server_error', 'Hi'),
+        ]:
+            for pieces in ([raw], cut(raw, range(len(raw)))):
+                with self.subTest(raw=raw[:60], pieces=len(pieces)):
+                    got = judge(pieces)
+                    self.assertEqual((got['outcome'], got['text']), (outcome, text))
+
+    def test_a_failure_is_absorbing(self) -> None:
+        chat = ChatCompletion()
+        with self.assertRaises(StreamFailure) as first:
+            chat.take('oops')
+        for call in (lambda: chat.take(json.dumps(TEXT)), chat.end, lambda: list(chat.feed(data(TEXT)))):
+            with self.assertRaises(StreamFailure) as again:
+                call()
+            self.assertIs(again.exception, first.exception)
+
+    def test_the_answer_has_a_limit(self) -> None:
+        got = judge([data(chunk('1234'), chunk('5678'), chunk('9'))], max_answer_chars=8)
+        self.assertEqual((got['outcome'], got['text'], got['message']),
+                         ('answer_too_long', '12345678', 'answer is longer than the limit of 8 characters (--max-answer-chars)'))
+
+    def test_every_state_and_input_is_a_transition_or_a_violation(self) -> None:
+        inputs = {step for _, step in stream_client.TRANSITIONS}
+        for state in ('open', 'finished'):
+            for step in inputs:
+                reached = (state, step) in stream_client.TRANSITIONS or (state, step) in stream_client.VIOLATIONS
+                self.assertTrue(reached or (state, step) == ('open', 'finish again'), (state, step))
+
+
+# --- the two invariants -------------------------------------------------------------------------------------------------
+
+
+def offline(raw: bytes) -> tuple[bytes, Framing]:
+    """Body bytes and framing of a recorded answer with status 200."""
+    head, _, body = raw.partition(b'\r\n\r\n')
+    fields = list(http.client.parse_headers(io.BytesIO(head.partition(b'\r\n')[2] + b'\r\n\r\n')).items())
+    return body, framing_of(fields, head.startswith(b'HTTP/1.0'))
+
+
+def recorded_answers() -> Iterator[tuple[str, bytes]]:
+    """Every mode of the fixture and every capture that is one event stream of a few KiB."""
+    request = fixture_server.Request(b'fixture', b'fixture', KEY)
+    for name, mode in fixture_server.MODES.items():
+        if mode.group not in ('time', 'size') and not name.endswith('-endless'):
+            yield name, b''.join(s for s in mode.steps(request) if isinstance(s, bytes))
+    for path in sorted(CAPTURES.glob('*.http')):
+        yield path.stem, path.read_bytes()
+
+
+class CutTest(unittest.TestCase):
+    """Contract: the verdict and the record do not depend on how the bytes were cut; text before a failure is kept."""
+
+    def test_every_two_way_cut_of_every_short_answer(self) -> None:
+        judged = 0
+        for name, raw in recorded_answers():
+            if not re.match(rb'HTTP/1\.[01] 200 ', raw) or len(raw) > 6000:
+                continue
+            try:
+                body, framing = offline(raw)
+            except (StreamFailure, http.client.HTTPException):
+                continue
+            whole = judge([body], framing)
+            judged += 1
+            step = max(1, len(body) // (10_000 if LONG else 250))
+            rng = random.Random(name)
+            cuts = [[at] for at in range(rng.randrange(step), len(body), step)]
+            cuts += [list(range(len(body))), *(sorted(rng.sample(range(len(body)), min(len(body), 9))) for _ in range(20))]
+            for at in cuts:
+                if judge(cut(body, at), framing) != whole:
+                    self.assertEqual(judge(cut(body, at), framing), whole, f'{name} cut at {at[:10]}')
+        self.assertGreater(judged, 200)
+
+    def test_a_read_that_holds_everything_keeps_the_text_before_each_failure(self) -> None:
+        for name, mode in fixture_server.MODES.items():
+            if mode.group == 'chunk shapes':
+                raw = b''.join(s for s in mode.steps(fixture_server.Request(b'i', b'm', KEY)) if isinstance(s, bytes))
+                with self.subTest(name):
+                    got = judge([offline(raw)[0]], offline(raw)[1])
+                    self.assertEqual((got['outcome'], got['text']), (mode.expect, mode.text))
+
+    def test_captures_of_real_servers(self) -> None:
+        """Each through a real socket, whole, by lines and dribbled: one record, and the one that is expected."""
+        expect = json.loads((CAPTURES / 'expect.json').read_text())
+        for path in sorted(CAPTURES.glob('*.http')):
+            raw = path.read_bytes()
+            head, gap, body = raw.partition(b'\r\n\r\n')
+            records = []
+            for pieces in ([body], body.splitlines(keepends=True), cut(body, range(0, len(body), 5))):
+                with Raw(sending(head + gap, *pieces)) as server:
+                    records.append(stream(server.url, 'tiny', 'x', idle=5, deadline=10, token='test-key'))
+            with self.subTest(path.stem):
+                check_record(self, records[0])
+                self.assertEqual({k: records[0][k] for k in expect[path.name]}, expect[path.name])
+                for record in records[1:]:
+                    self.assertEqual(invariant(record), invariant(records[0]))
+        self.assertGreater(len(expect), 50)
+
+
+@unittest.skipUnless(HAS_HYPOTHESIS, 'hypothesis is not installed')
+class HypothesisTest(unittest.TestCase):
+    """The invariants over generated streams, and no exception but ours over any bytes."""
+
+    def test_generated(self) -> None:
+        from hypothesis import HealthCheck, given, settings
+        from hypothesis import strategies as st
+
+        piece = st.one_of(
+            st.sampled_from([data(TEXT), data(STOP), data(DONE), data(TEXT, eol='\r\n'), data(STOP, eol='\r'), b': c\n', b'\n', b'\r', b'\r\n',
+                             b'data', b'data:', b'event: error\n', b'error: x\n', b'\xef\xbb\xbf', b'\xe2', '✓'.encode(), b'id: 1\n', b'0',
+                             data({'error': 'x'}), data(chunk('\ud83d')) if False else b'data: {"choices":[]}\n\n']),
+            st.binary(max_size=12), st.text(max_size=12).map(str.encode))
+        framings = st.sampled_from([Framing(False, None), Framing(True, None), Framing(False, 100)])
+
+        @settings(max_examples=2000 if LONG else 300, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.lists(piece, max_size=30).map(b''.join), framings, st.data())
+        def cuts_do_not_matter(raw: bytes, framing: Framing, draw: Any) -> None:
+            cuts = draw.draw(st.lists(st.integers(0, len(raw)), max_size=20))
+            wire = b'%x\r\n%s\r\n0\r\n\r\n' % (len(raw), raw) if framing.chunked and raw else raw
+            self.assertEqual(judge(cut(wire, cuts), framing), judge([wire], framing))
+            self.assertEqual(judge(cut(raw, range(len(raw))), framing), judge([raw], framing))
+
+        @settings(max_examples=1000 if LONG else 200, deadline=None)
+        @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+                            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+                                st.sampled_from(['choices', 'delta', 'index', 'content', 'finish_reason', 'usage', 'error', 'id', 'object']) |
+                                st.text(max_size=3), inner, max_size=5), max_leaves=20))
+        def any_json_gives_a_verdict(value: Any) -> None:
+            got = judge([data(TEXT, json.dumps(value), STOP, DONE)])
+            self.assertTrue(got['text'].startswith('Hi'))
+            self.assertIn(got['outcome'], ('passed', *FAILURES))
+
+        cuts_do_not_matter()
+        any_json_gives_a_verdict()
+
+
+# --- time, policy, python interface -------------------------------------------------------------------------------------
+
+
+class ClockTest(unittest.TestCase):
+    """The clocks on an injected time."""
+
+    def test_the_earliest_end_wins_and_says_what_it_waited_for(self) -> None:
+        now = [100.0]
+        clock = Clock(2, 5, 3, 1.5, now=lambda: now[0])
+        clock.enter('head', 'waiting for the head')
+        self.assertEqual(clock.remaining(), 2)
+        now[0] = 101.0
+        clock.moved = clock.event_at = 101.0
+        self.assertEqual(clock.due(), (102.5, 'stall_timeout'))
+        for at, moved, event_at, code, message in [
+            (102.5, 102.0, 101.0, 'stall_timeout', 'no event with data for 1.5 s (--stall 1.5)'),
+            (103.5, 101.5, None, 'first_text_timeout', 'no visible text after 3 s (--first-text 3)'),
+            (102.1, 100.0, None, 'idle_timeout', 'no byte for 2 s (--idle 2)'),
+        ]:
+            now[0], clock.moved, clock.event_at = at, moved, event_at
+            with self.assertRaises(StreamFailure) as caught:
+                clock.remaining()
+            self.assertEqual((caught.exception.code, caught.exception.boundary), (code, 'head'))
+            self.assertEqual(caught.exception.message, f'{message} while waiting for the head; nothing had arrived')
+        clock.text_seen, clock.moved, now[0] = True, 105.0, 105.0
+        with self.assertRaises(StreamFailure) as caught:
+            clock.remaining()
+        self.assertEqual(caught.exception.code, 'deadline')
+
+    def test_a_grace_ends_quietly_and_never_outlives_the_deadline(self) -> None:
+        now = [0.0]
+        clock = Clock(1, 5, now=lambda: now[0])
+        now[0] = 4.9
+        clock.grace(0.25)
+        self.assertAlmostEqual(clock.remaining(), 0.1)
+        now[0] = 5.0
+        with self.assertRaises(stream_client._GraceOver):
+            clock.remaining()
+
+
+BAD_URLS = [
+    '', 'x', 'ftp://127.0.0.1/', 'http:127.0.0.1', 'http://', 'http:///v1', 'http://example.com/v1', 'http://10.0.0.1/', 'http://0.0.0.0/',
+    'http://127.1/', 'http://2130706433/', 'http://0x7f.0.0.1/', 'http://127.0.0.1.nip.io/', 'http://localhost.example/', 'http://[::2]/',
+    'http://[::ffff:10.0.0.1]/', 'http://[::1%25lo]/', 'http://[::1/', 'http://::1/', 'https://u:SECRET@h/', 'https://SECRET@h/', 'https://@h/',
+    'https://h/?k=SECRET', 'https://h/?', 'https://h/#SECRET', 'https://h/#', 'https://h:0/', 'https://h:65536/', 'https://h:SECRET/', 'https://h:/',
+    'https://h:-1/', 'https://h\\x/', 'https://h/a b', 'https://h/\u00e9', 'https://h/\n', 'https://h/\x7f', 'https://bücher.example/', ' https://h/',
+    'http://127.0.0.1\t/', 'https://h:80:80/', 'https://[12345::]/', 'https://' + 'h' * 254 + '/', 'https://h/' + 'x' * 5000,
+]
+
+
+class PolicyTest(unittest.TestCase):
+    """URLs, keys and other arguments: what is refused before anything is sent."""
+
+    def test_good_urls(self) -> None:
+        for url, want in [
+            ('http://127.0.0.1:8000/v1/chat/completions', ('127.0.0.1', 8000, '/v1/chat/completions')),
+            ('HTTP://LOCALHOST/x', ('LOCALHOST', 80, '/x')), ('http://[::1]:81/x', ('::1', 81, '/x')), ('http://127.9.9.9', ('127.9.9.9', 80, '/')),
+            ('https://gpu_host-1.example:8443/v1;p=1', ('gpu_host-1.example', 8443, '/v1;p=1')), ('https://[2001:db8::1]/', ('2001:db8::1', 443, '/')),
+        ]:
+            target = parse_url(url)
+            self.assertEqual((target.host, target.port, target.path), want)
+
+    def test_bad_urls_are_refused_and_never_echoed(self) -> None:
+        for url in BAD_URLS:
+            with self.subTest(url=url[:60]):
+                with self.assertRaises(Refused) as caught:
+                    stream(url, 'm', 'p')
+                self.assertNotIn('SECRET', str(caught.exception))
+
+    def test_arguments_that_are_refused(self) -> None:
+        url = 'http://127.0.0.1:9/x'
+        for argument, options in [
+            ('model', {'model': ''}), ('model', {'model': 7}), ('model', {'model': '\ud800'}), ('prompt', {'prompt': ''}), ('prompt', {'prompt': 'a\udfff'}),
+            ('prompt', {'prompt': None}), ('max_tokens', {'max_tokens': 0}), ('max_tokens', {'max_tokens': 32769}), ('max_tokens', {'max_tokens': True}),
+            ('max_tokens', {'max_tokens': 1.0}), ('idle', {'idle': 0}), ('idle', {'idle': -1}), ('idle', {'idle': float('nan')}),
+            ('idle', {'idle': float('inf')}), ('idle', {'idle': '1'}), ('idle', {'idle': True}), ('deadline', {'deadline': 86401}),
+            ('deadline', {'deadline': None}), ('stall', {'stall': 0}), ('first_text', {'first_text': 'x'}), ('token', {'token': 'a b'}),
+            ('token', {'token': 'a\r\nX: y'}), ('token', {'token': 'é'}), ('token', {'token': 7}), ('ca_file', {'ca_file': '/nonexistent'}),
+            ('connect_to', {'connect_to': 'example.com:80'}), ('connect_to', {'connect_to': '127.0.0.1'}), ('connect_to', {'connect_to': 5}),
+            ('run_id', {'run_id': 'a b'}), ('run_id', {'run_id': ''}), ('label', {'label': ''}), ('note', {'notes': {'a b': 'c'}}),
+            ('note', {'notes': {'a': ''}}), ('note', {'notes': {f'k{n}': 'v' for n in range(65)}}), ('tolerate', {'tolerate': ('no_finish',)}),
+            ('tolerate', {'tolerate': 'no_done'}), ('fail_on', {'fail_on': ('no_done',)}), ('accept_finish', {'accept_finish': ('',)}),
+            ('messages', {'messages': []}), ('messages', {'messages': [{}], 'prompt': None}), ('messages', {'messages': [], 'prompt': None}),
+            ('messages', {'messages': [{'role': 'user', 'content': float('nan')}], 'prompt': None}), ('system', {'system': ''}),
+            ('extra_body', {'extra_body': {'n': 2}}), ('extra_body', {'extra_body': {'stream': False}}), ('extra_body', {'extra_body': []}),
+            ('extra_body', {'extra_body': {'x': {1, 2}}}), ('max_line_chars', {'max_line_chars': 0}),
+        ]:
+            with self.subTest(options=options):
+                with self.assertRaises(Refused) as caught:
+                    given: dict[str, Any] = {'model': 'm', 'prompt': 'p', **options}
+                    if options == {'extra_body': []}:
+                        given['extra_body'] = [1]
+                    stream(url, given.pop('model'), given.pop('prompt'), **given)
+                self.assertEqual(caught.exception.argument, argument)
+                self.assertIsInstance(caught.exception, ValueError)
+        with self.assertRaises(TypeError):
+            stream(url, 'm', 'p', idel=1)  # type: ignore[call-arg]  # that is the point
+
+    def test_the_key_is_masked_in_every_form_before_a_text_is_cut(self) -> None:
+        secret = Secret(KEY)
+        for form in (KEY, json.dumps(KEY)[1:-1], json.dumps(KEY)[1:-1].replace('/', '\\/'), 'sk%2Dnot%2Fa%22real%5Ckey%2D0123456789'):
+            shown = secret.quote('x' * 280 + form, 300)
+            self.assertNotIn('sk', shown)
+        self.assertEqual(secret.mask_cut('bad ' + KEY[:9]), 'bad [key]')
+        self.assertEqual(Secret('short').mask('a short word'), 'a short word')
+        self.assertEqual(secret.quote('a\x1b\u202e\ud800\n', 300), 'a\\x1b\\u202e\\ud800\\x0a')
+
+
+class InterfaceTest(unittest.TestCase):
+    """stream(), ChatStream and the request that goes out."""
+
+    def test_the_request(self) -> None:
+        with Raw(sending(b'HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n')) as server:
+            stream(server.url, 'm', 'é', token=KEY, run_id='run-1', system='s', extra_body={'temperature': 1, 'seed': 7})
+        head, _, body = server.requests[0].partition(b'\r\n\r\n')
+        lines = head.decode().split('\r\n')
+        self.assertEqual(lines[0], 'POST /v1/chat/completions HTTP/1.1')
+        self.assertEqual(dict(line.split(': ', 1) for line in lines[1:]), {
+            'Host': f'127.0.0.1:{server.port}', 'Content-Length': str(len(body)), 'Content-Type': 'application/json', 'Accept': 'text/event-stream',
+            'Accept-Encoding': 'identity', 'User-Agent': f'stream-client/{stream_client.__version__}', 'X-Request-Id': 'run-1',
+            'Connection': 'close', 'Authorization': f'Bearer {KEY}'})
+        self.assertEqual(json.loads(body), {
+            'model': 'm', 'messages': [{'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'é'}], 'stream': True,
+            'stream_options': {'include_usage': True}, 'max_tokens': 128, 'temperature': 1, 'n': 1, 'seed': 7})
+        self.assertEqual(len(server.requests), 1)  # and never a second try
+
+    def test_ipv6_and_localhost(self) -> None:
+        with fixture() as url:
+            self.assertTrue(stream(url.replace('127.0.0.1', 'localhost'), 'm', 'p')['ok'])
+        try:
+            listener = socket.create_server(('::1', 0), family=socket.AF_INET6)
+        except OSError:
+            self.skipTest('no IPv6 on this machine')
+        with listener:
+            port = listener.getsockname()[1]
+            host = []
+
+            def answer() -> None:
+                connection = listener.accept()[0]
+                host.append(re.search(rb'Host: (.*)\r\n', read_request(connection))[1])  # type: ignore[index]
+                sending(b'HTTP/1.1 204 No\r\n\r\n')(connection)
+                connection.close()
+
+            threading.Thread(target=answer, daemon=True).start()
+            record = stream(f'http://[::1]:{port}/x', 'm', 'p')
+            self.assertEqual((record['outcome'], record['response']['peer'], host), ('http_status', f'[::1]:{port}', [f'[::1]:{port}'.encode()]))
+
+    def test_on_text_sees_the_text_and_its_exceptions_end_the_run(self) -> None:
+        with fixture() as url:
+            seen: list[str] = []
+            self.assertTrue(stream(url, 'm', 'p', on_text=seen.append)['ok'])
+            self.assertEqual(seen, ['READY ', '✓'])
+
+            def fail(_: str) -> None:
+                raise LookupError('mine')
+
+            with self.assertRaises(LookupError):
+                stream(url, 'm', 'p', on_text=fail)
+
+    def test_time_spent_in_on_text_counts(self) -> None:
+        with fixture('one-chunk-all') as url:
+            start = time.monotonic()
+            record = stream(url, 'm', 'p', on_text=lambda _: time.sleep(0.6), idle=0.5)
+            self.assertEqual((record['outcome'], record['text']), ('idle_timeout', 'READY '))
+            record = stream(url, 'm', 'p', on_text=lambda _: time.sleep(0.6), deadline=0.5)
+            self.assertEqual((record['outcome'], record['text']), ('deadline', 'READY '))
+            record = stream(url, 'm', 'p', on_text=lambda _: time.sleep(0.6), first_text=0.5, stall=5)
+            self.assertEqual(record['outcome'], 'passed')  # the text had come in time
+            self.assertLess(time.monotonic() - start, 10)
+
+    def test_leaving_early_closes_the_connection_and_says_so(self) -> None:
+        closed = threading.Event()
+
+        def script(connection: socket.socket) -> None:
+            connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n' + data(TEXT))
+            if not connection.recv(1):
+                closed.set()
+
+        with Raw(script) as server:
+            with ChatStream(server.url, 'm', 'p') as answer:
+                self.assertEqual(answer.record['outcome'], 'unfinished')
+                for text in answer:
+                    self.assertEqual(text, 'Hi')
+                    break
+            self.assertTrue(closed.wait(1.0))
+        check_record(self, answer.record)
+        self.assertEqual((answer.record['outcome'], answer.record['text']), ('interrupted', 'Hi'))
+        self.assertEqual(list(answer), [])
+
+    def test_a_stream_that_is_never_asked_for_text_sends_nothing(self) -> None:
+        with Raw(sending()) as server, ChatStream(server.url, 'm', 'p') as answer:
+            pass
+        self.assertEqual((answer.record['outcome'], server.requests), ('interrupted', []))
+
+    def test_a_fault_of_ours_is_a_record(self) -> None:
+        with fixture() as url, unittest.mock.patch.object(ChatCompletion, 'take', side_effect=ZeroDivisionError(KEY)):
+            record = stream(url, 'm', 'p')
+        self.assertEqual((record['outcome'], record['error']), ('internal', 'ZeroDivisionError in the client'))
+        check_record(self, record)
+
+    def test_threads_do_not_disturb_each_other_and_no_global_is_touched(self) -> None:
+        before = signal.getsignal(signal.SIGINT), socket.getdefaulttimeout()
+        with fixture() as url, concurrent.futures.ThreadPoolExecutor(32) as pool:
+            records = list(pool.map(lambda n: stream(url, f'mode:{"ok" if n % 2 else "length"}', 'p'), range(64)))
+        self.assertEqual([r['ok'] for r in records], [bool(n % 2) for n in range(64)])
+        self.assertEqual((signal.getsignal(signal.SIGINT), socket.getdefaulttimeout()), before)
+
+    def test_buffered_delivery_is_noticed(self) -> None:
+        head = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n'
+        whole = data(*[chunk('a')] * 40, STOP, DONE)
+        with Raw(sending(head, 1.2, whole)) as server:
+            self.assertIs(stream(server.url, 'm', 'p')['delivery']['buffered'], True)
+        with Raw(sending(head, whole)) as server:
+            self.assertIs(stream(server.url, 'm', 'p')['delivery']['buffered'], False)
+        with Raw(sending(head, data(TEXT, STOP, DONE))) as server:
+            self.assertIsNone(stream(server.url, 'm', 'p')['delivery']['buffered'])
+
+    def test_times_are_those_of_the_reads(self) -> None:
+        head = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n'
+        with Raw(sending(head, 0.3, data(chunk('a'), chunk('b')), 0.3, data(chunk('c')), 0.3, data(STOP, DONE))) as server:
+            record = stream(server.url, 'm', 'p')
+        marks = record['marks_ms']
+        self.assertEqual(record['event_gaps_ms'][0], 0.0)
+        self.assertGreater(record['event_gaps_ms'][1], 200)
+        self.assertEqual((marks['first_byte'], marks['first_event']), (marks['first_text'], record['first_text_ms']))
+        self.assertGreater(marks['first_text'] - marks['head'], 200)
+        self.assertGreater(marks['finish'] - marks['last_text'], 200)
+        self.assertEqual((record['delivery']['content_reads'], record['content_events']), (2, 3))
+
+
+# --- the catalogue ------------------------------------------------------------------------------------------------------
+
+
+class CatalogueTest(unittest.TestCase):
+    """Every mode of the fixture, cut three ways: the outcome and the text that the catalogue says, in time."""
+
+    IDLE, DEADLINE, MARGIN = 2.0, 5.0, 3.0
+
+    def test_every_mode(self) -> None:
+        with contextlib.ExitStack() as stack:
+            urls = [stack.enter_context(fixture(delay=0.01, fragment=f, seed=7)) for f in (None, 1, 'random')]
+            waiting = stack.enter_context(concurrent.futures.ThreadPoolExecutor(90))  # they mostly sleep
+            working = stack.enter_context(concurrent.futures.ThreadPoolExecutor(3))
+
+            def one(name: str, url: str, deadline: float) -> tuple[dict[str, Any], float]:
+                start = time.monotonic()
+                record = stream(url, f'mode:{name}', 'p', idle=self.IDLE, deadline=deadline, token=KEY, run_id='run')
+                return record, time.monotonic() - start
+
+            answers = {}
+            for name, mode in fixture_server.MODES.items():  # the deadline is for those that are about time, on a busy machine too
+                pool, deadline = (waiting, self.DEADLINE) if mode.group == 'time' else (working, 60.0)
+                answers[name] = [pool.submit(one, name, url, deadline) for url in urls]
+            done = {name: [f.result() for f in three] for name, three in answers.items()}
+        for name, three in done.items():
+            mode = fixture_server.MODES[name]
+            for record, seconds in three:
+                with self.subTest(name):
+                    check_record(self, record)
+                    self.assertEqual(record['outcome'], mode.expect, record['error'])
+                    if mode.text is not None:
+                        self.assertEqual(record['text'], mode.text)
+                    self.assertTrue(record['synthetic'] or FAILURES[record['outcome']].boundary == 'head' or record['outcome'] == 'idle_timeout'
+                                    or name.startswith('drip-'))
+                    if mode.group == 'time':
+                        self.assertLess(seconds, self.DEADLINE + self.MARGIN)
+                    self.assertNotIn('0123456789', json.dumps(record))
+                    if mode.text is not None:
+                        self.assertEqual(invariant(record), invariant(three[0][0]))
+
+    def test_the_catalogue_is_in_order(self) -> None:
+        seen: dict[tuple[Any, ...], str] = {}
+        for name, mode in fixture_server.MODES.items():
+            with self.subTest(name):
+                self.assertRegex(name, '^[a-z0-9-]+$')
+                self.assertIn(mode.expect, ('passed', *FAILURES))
+                self.assertTrue(mode.sends and mode.source)
+                steps = tuple(step for step, _ in zip(mode.steps(fixture_server.Request(b'i', b'm', KEY)), range(3000), strict=False))
+                self.assertNotIn(steps, seen, 'two modes send the same')
+                seen[steps] = name
+        self.assertGreaterEqual(len(seen), 90)
+
+
+# --- every failure code -------------------------------------------------------------------------------------------------
+
+
+# Throw-away certificates, valid until 2126 (one until 2021), and the key of the three that are no CA.
+CA = '''\
+-----BEGIN CERTIFICATE-----
+MIIBpzCCAU2gAwIBAgIURG16BYQ49DpnHpfUgr43Y/9u5q4wCgYIKoZIzj0EAwIw
+IDEeMBwGA1UEAwwVc3RyZWFtLWNsaWVudCB0ZXN0IENBMCAXDTIwMDEwMTAwMDAw
+MFoYDzIxMjYwMTAxMDAwMDAwWjAgMR4wHAYDVQQDDBVzdHJlYW0tY2xpZW50IHRl
+c3QgQ0EwWTATBgcqhkjOPQIBBggqhkjOPQMBBwNCAASW3miPvSi8Ypo63aZg6d8o
+xhijSQkVyMrHDNuVUp2Bh+Unkl/fWIvWCEWb8VvWAqM9tQYu1eAWQLn0VrPDgvtp
+o2MwYTAPBgNVHRMBAf8EBTADAQH/MA4GA1UdDwEB/wQEAwIBBjAdBgNVHQ4EFgQU
+j6DK4oYTcF6ysiDOPw90kBOJaT0wHwYDVR0jBBgwFoAUj6DK4oYTcF6ysiDOPw90
+kBOJaT0wCgYIKoZIzj0EAwIDSAAwRQIgfJml1L7CUCegt5k9belShD/e5XmOMl8b
+U/8FCKSQt3ACIQCdaP4djQ2Eh6tVmVEyhDUPs4y6VygVjsKq8nG7dBQXRw==
+-----END CERTIFICATE-----
+'''
+GOOD = '''\
+-----BEGIN CERTIFICATE-----
+MIIByzCCAXGgAwIBAgIUWn4Lz60B6GAwJ2MgDzLuNg+SnVMwCgYIKoZIzj0EAwIw
+IDEeMBwGA1UEAwwVc3RyZWFtLWNsaWVudCB0ZXN0IENBMCAXDTIwMDEwMTAwMDAw
+MFoYDzIxMjYwMTAxMDAwMDAwWjAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwWTATBgcq
+hkjOPQIBBggqhkjOPQMBBwNCAAQg8NTC43u8dhjcKx6lk6VtWaXB7ySL/UMpCjHM
+7tLnF47iWAZybC9nE1vUdvyPdi5Ah9QRD6jziFMDa30Km3tAo4GSMIGPMAwGA1Ud
+EwEB/wQCMAAwDgYDVR0PAQH/BAQDAgeAMB0GA1UdDgQWBBTKT/A+HhAWPeLQwd78
+O4f0zEx5bzAfBgNVHSMEGDAWgBSPoMrihhNwXrKyIM4/D3SQE4lpPTAaBgNVHREE
+EzARgglsb2NhbGhvc3SHBH8AAAEwEwYDVR0lBAwwCgYIKwYBBQUHAwEwCgYIKoZI
+zj0EAwIDSAAwRQIhAKP7y20FhkSROHhsUJrYHvWDcExYRS9otcmfMNOUInXRAiAS
+EsMpAk855HXIh7YCF5+YYTba91n2JfQA/8tgqUoVoA==
+-----END CERTIFICATE-----
+'''
+EXPIRED = '''\
+-----BEGIN CERTIFICATE-----
+MIIByjCCAW+gAwIBAgIUEPTTZJ1K3314SZKU25zMWojyTw0wCgYIKoZIzj0EAwIw
+IDEeMBwGA1UEAwwVc3RyZWFtLWNsaWVudCB0ZXN0IENBMB4XDTIwMDEwMTAwMDAw
+MFoXDTIxMDEwMTAwMDAwMFowFDESMBAGA1UEAwwJbG9jYWxob3N0MFkwEwYHKoZI
+zj0CAQYIKoZIzj0DAQcDQgAEIPDUwuN7vHYY3CsepZOlbVmlwe8ki/1DKQoxzO7S
+5xeO4lgGcmwvZxNb1Hb8j3YuQIfUEQ+o84hTA2t9Cpt7QKOBkjCBjzAMBgNVHRMB
+Af8EAjAAMA4GA1UdDwEB/wQEAwIHgDAdBgNVHQ4EFgQUyk/wPh4QFj3i0MHe/DuH
+9MxMeW8wHwYDVR0jBBgwFoAUj6DK4oYTcF6ysiDOPw90kBOJaT0wGgYDVR0RBBMw
+EYIJbG9jYWxob3N0hwR/AAABMBMGA1UdJQQMMAoGCCsGAQUFBwMBMAoGCCqGSM49
+BAMCA0kAMEYCIQCS9+uPUqD6UxX2UIwcty0iKYxpLfSuulryCbhCJ7ZXMwIhAJzU
+aBQTudE0IevSlp/qWYpevJm6HIPNG4IXkBM3wVI5
+-----END CERTIFICATE-----
+'''
+OTHER_NAME = '''\
+-----BEGIN CERTIFICATE-----
+MIIB1TCCAXugAwIBAgIUBLEarcPimacdkn+E67WL21jRwXwwCgYIKoZIzj0EAwIw
+IDEeMBwGA1UEAwwVc3RyZWFtLWNsaWVudCB0ZXN0IENBMCAXDTIwMDEwMTAwMDAw
+MFoYDzIxMjYwMTAxMDAwMDAwWjAcMRowGAYDVQQDDBFncHUtaG9zdC5pbnRlcm5h
+bDBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABCDw1MLje7x2GNwrHqWTpW1ZpcHv
+JIv9QykKMczu0ucXjuJYBnJsL2cTW9R2/I92LkCH1BEPqPOIUwNrfQqbe0CjgZQw
+gZEwDAYDVR0TAQH/BAIwADAOBgNVHQ8BAf8EBAMCB4AwHQYDVR0OBBYEFMpP8D4e
+EBY94tDB3vw7h/TMTHlvMB8GA1UdIwQYMBaAFI+gyuKGE3BesrIgzj8PdJATiWk9
+MBwGA1UdEQQVMBOCEWdwdS1ob3N0LmludGVybmFsMBMGA1UdJQQMMAoGCCsGAQUF
+BwMBMAoGCCqGSM49BAMCA0gAMEUCIQCYwNXh7DWHoId0THiPDIZF1F3t9G2b0edO
+ePtYCt4F3AIgdxrE6ksAXBQ0LIfTYz2hAJTnkShfUB2jmrUtfJRwb8k=
+-----END CERTIFICATE-----
+'''
+CERTIFICATE_KEY = '''\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgQzee3ZNtr5yX6eIM
+vZIkRK4mN3gaN9tQGKXHxFRFuFGhRANCAAQg8NTC43u8dhjcKx6lk6VtWaXB7ySL
+/UMpCjHM7tLnF47iWAZybC9nE1vUdvyPdi5Ah9QRD6jziFMDa30Km3tA
+-----END PRIVATE KEY-----
+'''
+
+
+class FailureCodeTest(unittest.TestCase):
+    """Each code, through bytes on a real socket and the command: code, boundary and exit status."""
+
+    directory: ClassVar[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        temporary = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(temporary.cleanup)
+        cls.directory = temporary.name
+        for name, text in (('ca', CA), ('good', GOOD + CERTIFICATE_KEY), ('expired', EXPIRED + CERTIFICATE_KEY),
+                           ('other', OTHER_NAME + CERTIFICATE_KEY)):
+            Path(cls.directory, name).write_text(text)
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.directory, name)
+
+    def outcome(self, done: subprocess.CompletedProcess[str]) -> tuple[str, str, int]:
+        """Code, boundary and exit status, from the record on stdout."""
+        self.assertNotIn('Traceback', done.stderr)
+        record = json.loads(done.stdout)
+        check_record(self, record)
+        return record['outcome'], record['failure']['boundary'], done.returncode
+
+    def special(self) -> dict[str, Callable[[], subprocess.CompletedProcess[str]]]:
+        """The codes that no mode of the fixture produces, each with the command that does."""
+        ask = ('--model', 'm', '--output', '-', '--idle', '3', '--deadline', '8')
+        https = 'https://127.0.0.1:{}/v1/chat/completions'
+
+        def tls(certificate: str, *more: str) -> subprocess.CompletedProcess[str]:
+            with fixture(certificate=self.path(certificate)) as url:
+                return run('--url', url, *ask, *more)
+
+        def refused() -> subprocess.CompletedProcess[str]:
+            with socket.create_server(('127.0.0.1', 0)) as listener:
+                port = listener.getsockname()[1]
+            return run('--url', f'http://127.0.0.1:{port}/x', *ask)
+
+        def resolving(answer: str) -> Callable[[], subprocess.CompletedProcess[str]]:
+            return lambda: patched(f'def look_up(*a, **k):\n {answer}\nsocket.getaddrinfo = look_up', '--url', 'http://localhost:9/x', *ask)
+
+        def plain_on_tls() -> subprocess.CompletedProcess[str]:
+            with Raw(sending(b'HTTP/1.1 400 Bad\r\n\r\n'), read=False) as server:
+                return run('--url', https.format(server.port), *ask)
+
+        def send_broken() -> subprocess.CompletedProcess[str]:
+            def script(connection: socket.socket) -> None:
+                time.sleep(0.3)
+                resetting(connection)
+
+            Path(self.path('long')).write_text(json.dumps([{'role': 'user', 'content': 'x' * 9_000_000}]))
+            with Raw(script, read=False, buffer=4096) as server:
+                return run('--url', server.url, *ask, '--messages-file', self.path('long'))
+
+        def in_fixture(mode: str, *more: str) -> Callable[[], subprocess.CompletedProcess[str]]:
+            return lambda: run('--fixture', mode, '--output', '-', *more)
+
+        return {
+            'resolve_failed': resolving('raise socket.gaierror(-2, "Name or service not known")'),
+            'not_loopback': resolving('return [(socket.AF_INET, 1, 6, "", ("192.0.2.1", 9))]'),
+            'connect_refused': refused,
+            'connect_failed': resolving('return [(socket.AF_INET, 1, 132, "", ("127.0.0.1", 9))]'),  # SCTP: no socket for it
+            'tls_untrusted': lambda: tls('good'),
+            'tls_expired': lambda: tls('expired', '--ca-file', self.path('ca')),
+            'tls_name': lambda: tls('other', '--ca-file', self.path('ca')),
+            'tls_failed': plain_on_tls,
+            'send_failed': send_broken,
+            'first_text_timeout': in_fixture('stall-before-event', '--first-text', '0.5'),
+            'stall_timeout': in_fixture('endless-comments', '--stall', '0.5'),
+            'warning_refused': in_fixture('model-differs', '--fail-on', 'model_differs'),
+            'internal': lambda: patched('def take(*a): raise ZeroDivisionError\nstream_client.ChatCompletion.take = take',
+                                        '--fixture', 'ok', '--output', '-'),
+            'interrupted': lambda: self.ended(signal.SIGTERM),
+            'unfinished': lambda: self.ended(signal.SIGKILL),
+        }
+
+    def ended(self, number: int) -> subprocess.CompletedProcess[str]:
+        """A run ended by a signal in mid-stream, with the record that it left as its output."""
+        output = self.path(f'ended-{number}.json')
+        with fixture('stall-after-text') as url:
+            process = subprocess.Popen([sys.executable, CLIENT, '--url', url, '--model', 'm', '--output', output, '--show-text'],
+                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+            assert process.stderr
+            shown = b''
+            while '✓'.encode() not in shown:
+                shown += os.read(process.stderr.fileno(), 100)
+            process.send_signal(number)
+            process.communicate(timeout=10)
+        return subprocess.CompletedProcess([], process.returncode, Path(output).read_text(), '')
+
+    def test_every_code_is_produced(self) -> None:
+        special, first = self.special(), {}
+        for name, mode in fixture_server.MODES.items():
+            first.setdefault(mode.expect, name)
+        codes = [code for code in FAILURES if code in special or code in first]
+        self.assertEqual(codes, list(FAILURES))  # the set produced is the set declared
+        statuses = {'interrupted': 128 + signal.SIGTERM, 'unfinished': -signal.SIGKILL}
+
+        def produce(code: str) -> subprocess.CompletedProcess[str]:
+            if code in special:
+                return special[code]()
+            return run('--fixture', first[code], '--output', '-', '--idle', '2', '--deadline', '5')
+
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            for code, done in zip(FAILURES, pool.map(produce, FAILURES), strict=True):
+                with self.subTest(code):
+                    got = self.outcome(done)
+                    boundary = FAILURES[code].boundary or got[1]
+                    self.assertEqual(got, (code, boundary, statuses.get(code, 1)), done.stdout)
+
+    def test_good_tls_through_connect_to(self) -> None:
+        with fixture(certificate=self.path('good')) as url:
+            port = url.split(':')[2].split('/')[0]
+            done = run('--url', f'https://localhost:4/{url.split("/", 3)[3]}', '--connect-to', f'127.0.0.1:{port}', '--ca-file', self.path('ca'),
+                       '--model', 'm', '--output', '-', env={'SSLKEYLOGFILE': self.path('keys')})
+        record = json.loads(done.stdout)
+        self.assertTrue(record['ok'], record['error'])
+        self.assertEqual((record['request']['path_taken'], record['response']['peer']), ('connect-to', f'127.0.0.1:{port}'))
+        self.assertEqual((record['response']['tls_version'][:5], record['response']['certificate_expires']), ('TLSv1', '2126-01-01T00:00:00Z'))
+        self.assertEqual(len(record['response']['certificate_sha256']), 64)
+        self.assertFalse(os.path.exists(self.path('keys')))
+
+    def test_tls_cut_short_is_no_clean_end(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.path('good'))
+        for whole, outcome in ((data(TEXT, STOP, DONE), 'passed'), (data(TEXT, STOP), 'body_cut')):
+
+            def script(connection: socket.socket, whole: bytes = whole) -> None:
+                with context.wrap_socket(connection, server_side=True) as secured:
+                    read_request(secured)
+                    secured.sendall(b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n' + whole)
+                    secured.shutdown(socket.SHUT_WR)  # without close_notify
+
+            with Raw(script, read=False) as server:
+                record = stream(server.url.replace('http:', 'https:'), 'm', 'p', ca_file=self.path('ca'))
+            self.assertEqual(record['outcome'], outcome, record['error'])
+            self.assertEqual([w['code'] for w in record['warnings']], ['unclean_end', 'no_usage'] if record['ok'] else [])
+
+    def test_old_tls_is_refused(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.path('good'))
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # that it is old is the point
+            context.maximum_version = ssl.TLSVersion.TLSv1_1
+        with Raw(lambda c: context.wrap_socket(c, server_side=True).close(), read=False) as server:
+            record = stream(server.url.replace('http:', 'https:'), 'm', 'p', ca_file=self.path('ca'))
+        self.assertEqual(record['outcome'], 'tls_failed')
+
+
+# --- deadlines ----------------------------------------------------------------------------------------------------------
+
+
+def dripping(*steps: bytes | float, drip: bytes, every: float = 0.1) -> Callable[[socket.socket], None]:
+    """A script that sends the steps and then one more byte again and again."""
+
+    def script(connection: socket.socket) -> None:
+        for step in steps:
+            connection.sendall(step) if isinstance(step, bytes) else time.sleep(step)
+        while True:
+            for at in range(len(drip)):
+                connection.sendall(drip[at : at + 1])
+                time.sleep(every)
+
+    return script
+
+
+class DeadlineTest(unittest.TestCase):
+    """The deadline holds in every phase, and the clock that ran out is named with the boundary it was reached at."""
+
+    HEAD = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n'
+    CHUNKED = HEAD + b'Transfer-Encoding: chunked\r\n\r\n'
+
+    def check(self, url: str, outcome: str, boundary: str, limit: float, **options: Any) -> dict[str, Any]:
+        start = time.monotonic()
+        record = stream(url, 'm', options.pop('prompt', 'p'), **options)
+        seconds = time.monotonic() - start
+        self.assertEqual((record['outcome'], record['failure']['boundary']), (outcome, boundary), record['error'])
+        self.assertGreater(seconds, limit * 0.95)
+        self.assertLess(seconds, limit + 1.0)
+        return record
+
+    def test_phases(self) -> None:
+        long = [{'role': 'user', 'content': 'x' * 9_000_000}]
+        stuck = threading.Event()
+        self.addCleanup(stuck.set)
+        cases: list[tuple[Callable[[socket.socket], None], bool, str, str, dict[str, Any]]] = [
+            (dripping(drip=b'HTTP/1.1 200 ' + b'K' * 90), True, 'deadline', 'head', {}),
+            (dripping(self.HEAD, drip=b'X: ' + b'y' * 90), True, 'deadline', 'head', {}),
+            (dripping(drip=b'HTTP/1.1 100 Continue\r\n\r\n', every=0.02), True, 'deadline', 'head', {}),
+            (dripping(self.CHUNKED, drip=b'5;' + b'x' * 90), True, 'deadline', 'framing', {}),
+            (dripping(self.CHUNKED + b'3\r\n:\n\n\r\n', drip=b'3\r\n:\n\n\r\n'), True, 'deadline', 'events', {}),
+            (dripping(self.HEAD + b'\r\n' + data(TEXT), drip=b':\n'), True, 'deadline', 'protocol', {}),
+            (dripping(self.HEAD + b'\r\n' + data(TEXT, STOP), drip=b':\n'), True, 'deadline', 'completion', {}),
+            (dripping(self.CHUNKED + b'0\r\n', drip=b'X: y\r\n'), True, 'deadline', 'framing', {}),
+            (lambda _: stuck.wait(20) and None, False, 'deadline', 'send', {'prompt': None, 'messages': long}),
+            (lambda _: stuck.wait(20) and None, True, 'idle_timeout', 'head', {'idle': 1, 'deadline': 9}),
+            (dripping(drip=b'\x16\x03\x03\x40\x00' + b'\0' * 90), False, 'deadline', 'tls', {'tls': True}),
+            (lambda _: stuck.wait(20) and None, False, 'deadline', 'tls', {'tls': True}),
+            (lambda _: stuck.wait(20) and None, False, 'idle_timeout', 'tls', {'tls': True, 'idle': 1, 'deadline': 9}),
+            (sending(self.CHUNKED, 0.9, b'1\r\n:', 0.9, b'\r\n', 20.0), True, 'idle_timeout', 'events', {'idle': 1.2, 'deadline': 9, 'limit': 3.0}),
+        ]
+
+        def one(case: tuple[Callable[[socket.socket], None], bool, str, str, dict[str, Any]]) -> None:
+            script, read, outcome, boundary, options = case
+            options = {'idle': 5, 'deadline': 1, **options}
+            limit = options.pop('limit', min(options['idle'], options['deadline']))
+            with Raw(script, read, buffer=4096) as server:
+                url = server.url.replace('http:', 'https:') if options.pop('tls', False) else server.url
+                self.check(url, outcome, boundary, limit, **options)
+
+        with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+            for case, future in [(c, pool.submit(one, c)) for c in cases]:
+                with self.subTest(outcome=case[2], boundary=case[3]):
+                    future.result()
+
+    def test_a_stuck_resolver_is_abandoned_and_cannot_hold_the_process(self) -> None:
+        for clock, code in ((('--idle', '5', '--deadline', '1'), 'deadline'), (('--idle', '1', '--deadline', '5'), 'idle_timeout')):
+            start = time.monotonic()
+            done = patched('import time; socket.getaddrinfo = lambda *a, **k: time.sleep(30)', '--url', 'http://localhost:9/x', '--model', 'm',
+                           '--output', '-', *clock)
+            self.assertLess(time.monotonic() - start, 5)
+            record = json.loads(done.stdout)
+            self.assertEqual((done.returncode, record['outcome'], record['failure']['boundary']), (1, code, 'resolve'))
+
+    def test_several_dead_addresses_share_the_deadline(self) -> None:
+        """Listeners whose backlog is full answer no SYN: each address gets its share, and a live last one is reached."""
+        with contextlib.ExitStack() as stack:
+            dead = []
+            for _ in range(3):
+                listener = stack.enter_context(socket.socket())
+                listener.bind(('127.0.0.1', 0))
+                listener.listen(0)
+                dead.append(listener.getsockname()[1])
+                for _ in range(4):
+                    filler = stack.enter_context(socket.socket())
+                    filler.setblocking(False)
+                    filler.connect_ex(listener.getsockname())
+            with fixture() as url:
+                live = parse_url(url).port
+                rows = [(socket.AF_INET, socket.SOCK_STREAM, 6, '', ('127.0.0.1', port)) for port in (*dead, live)]
+                with unittest.mock.patch('socket.getaddrinfo', return_value=rows):
+                    record = stream('http://localhost:1/v1/chat/completions', 'm', 'p', idle=5, deadline=4)
+                self.assertTrue(record['ok'], record['error'])
+                self.assertEqual(record['response']['peer'], f'127.0.0.1:{live}')
+                with unittest.mock.patch('socket.getaddrinfo', return_value=rows[:3]):
+                    self.check('http://localhost:1/x', 'deadline', 'connect', 1, idle=5, deadline=1)
+
+    def test_a_slow_but_steady_upload_is_not_idle(self) -> None:
+        def script(connection: socket.socket) -> None:
+            size = 0
+            while size < 900_000:
+                size += len(connection.recv(60_000))
+                time.sleep(0.1)
+            sending(b'HTTP/1.1 204 No\r\n\r\n')(connection)
+
+        with Raw(script, read=False, buffer=4096) as server:
+            record = stream(server.url, 'm', 'x' * 1_000_000, idle=1.5, deadline=30)
+        self.assertEqual(record['outcome'], 'http_status', record['error'])
+        self.assertGreater(record['duration_ms'], 1500)
+
+    def test_an_answer_before_the_request_is_whole_is_read(self) -> None:
+        def early(connection: socket.socket) -> None:
+            connection.sendall(b'HTTP/1.1 413 Content Too Large\r\nContent-Length: 4\r\n\r\nlong')
+            connection.shutdown(socket.SHUT_WR)
+            time.sleep(1)
+
+        def interim(connection: socket.socket) -> None:
+            connection.sendall(b'HTTP/1.1 100 Continue\r\n\r\n')
+            time.sleep(0.5)
+            read_request(connection)
+            sending(b'HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n')(connection)
+
+        for script, status in ((early, 413), (interim, 401)):
+            with Raw(script, read=False, buffer=4096) as server:
+                record = stream(server.url, 'm', 'x' * 1_000_000, idle=3, deadline=8)
+            self.assertEqual((record['outcome'], record['response']['status']), ('http_status', status))
+        with fixture() as url:
+            self.assertIn('413', stream(url, 'm', 'x' * 1_000_000)['error'])
+
+    def test_a_finished_body_is_not_waited_on(self) -> None:
+        for mode, limit in (('kept-open', 1.0), ('done-kept-open', 1.3), ('drip-after-done', 1.3), ('http-401-stalled', 1.6)):
+            with fixture() as url:
+                start = time.monotonic()
+                stream(url, f'mode:{mode}', 'p')
+                self.assertLess(time.monotonic() - start, limit, mode)
+
+    def test_a_clock_that_ends_in_the_wait_after_done_changes_nothing(self) -> None:
+        with Raw(sending(self.HEAD + b'\r\n', 0.9, data(TEXT, STOP, DONE), 5.0)) as server:
+            start = time.monotonic()
+            record = stream(server.url, 'm', 'p', idle=5, deadline=1.05)
+        self.assertTrue(record['ok'], record['error'])
+        self.assertEqual(record['delivery']['body_end'], 'open')
+        self.assertLess(time.monotonic() - start, 2.0)
+
+    def test_the_connection_is_closed_at_once_on_a_failure(self) -> None:
+        closed: list[float] = []
+
+        def script(connection: socket.socket) -> None:
+            connection.sendall(self.HEAD + b'\r\n' + data('oops'))
+            start = time.monotonic()
+            with contextlib.suppress(OSError):
+                connection.recv(1)
+            closed.append(time.monotonic() - start)
+
+        with Raw(script) as server:
+            self.assertEqual(stream(server.url, 'm', 'p')['outcome'], 'not_json')
+            time.sleep(0.3)
+        self.assertLess(closed[0], 1.0)
