@@ -82,6 +82,7 @@ DEFAULT_URL = 'http://127.0.0.1:8000/v1/chat/completions'
 DEFAULT_PROMPT = 'Reply with exactly the word READY.'
 KEY_VARIABLE = 'MODEL_API_KEY'
 FIXTURE_FIELD = 'X-Stream-Fixture'  # the header field by which the fixture says that its answers are synthetic
+COMPRESSIONS = ('gzip', 'x-gzip', 'deflate', 'compress', 'x-compress', 'br', 'zstd')
 RECORDED_FIELDS = (
     'age', 'cache-control', 'connection', 'content-encoding', 'content-length', 'content-type', 'date', 'retry-after',
     'server', 'transfer-encoding', 'via', 'x-accel-buffering', 'x-request-id',
@@ -280,24 +281,25 @@ class Framing(NamedTuple):
     length: int | None
 
 
-def framing_of(fields: Sequence[tuple[str, str]], http_1_0: bool) -> Framing:
-    """The framing that the header fields of a final answer define.
+def framing_of(fields: Sequence[tuple[str, str]], http_1_0: bool, secret: Secret | None = None) -> Framing:
+    """The framing that the header fields of a final answer define; ``secret`` is masked in messages.
 
     Raises StreamFailure ``length_conflict`` where they are malformed or contradict each other and ``encoded_body`` for a
     transfer coding other than chunked (RFC 9112 section 6.3; a message that has both kinds of length "ought to be
     handled as an error").
     """
-    codings = [c.strip().lower() for k, v in fields if k.lower() == 'transfer-encoding' for c in v.split(',')]
+    quote = (secret or Secret(None)).quote
+    codings = [c.strip() for k, v in fields if k.lower() == 'transfer-encoding' for c in v.split(',')]
     lengths = {n.strip() for k, v in fields if k.lower() == 'content-length' for n in v.split(',')}
-    if any(c.split(';')[0].strip() in ('gzip', 'x-gzip', 'deflate', 'compress', 'x-compress', 'br', 'zstd') for c in codings):
-        raise StreamFailure('encoded_body', f'Transfer-Encoding {escaped(", ".join(codings))[:80]!r}: only chunked is read')
-    if codings and (codings != ['chunked'] or http_1_0):
-        version = ' in an HTTP/1.0 answer' if http_1_0 else ''
-        raise StreamFailure('length_conflict', f'Transfer-Encoding {escaped(", ".join(codings))[:80]!r}{version}')
+    named = f'Transfer-Encoding "{quote(", ".join(codings), 80)}"'
+    if any(c.split(';')[0].strip().lower() in COMPRESSIONS for c in codings):
+        raise StreamFailure('encoded_body', f'{named}: only chunked is read')
+    if codings and ([c.lower() for c in codings] != ['chunked'] or http_1_0):
+        raise StreamFailure('length_conflict', named + (' in an HTTP/1.0 answer' if http_1_0 else ''))
     if codings and lengths:
         raise StreamFailure('length_conflict', 'both Transfer-Encoding and Content-Length')
     if len(lengths) > 1 or any(not re.fullmatch('[0-9]{1,18}', n, re.ASCII) for n in lengths):
-        raise StreamFailure('length_conflict', f'Content-Length {escaped(", ".join(sorted(lengths)))[:80]!r}')
+        raise StreamFailure('length_conflict', f'Content-Length "{quote(", ".join(sorted(lengths)), 80)}"')
     return Framing(bool(codings), int(lengths.pop()) if lengths else None)
 
 
@@ -608,8 +610,8 @@ TRANSITIONS = {
     ('finished', 'done'): 'done',
 }
 VIOLATIONS = {
-    ('finished', 'text'): ('text_after_finish', 'text after finish_reason {finish!r}'),
-    ('finished', 'finish'): ('second_finish', 'a second finish_reason after {finish!r}'),
+    ('finished', 'text'): ('text_after_finish', 'text after finish_reason "{finish}"'),
+    ('finished', 'finish'): ('second_finish', 'a second finish_reason after "{finish}"'),
 }
 
 
@@ -814,6 +816,8 @@ class ChatCompletion:
             self._pieces.append(self._high)
             self._high = ''
         try:
+            if not self.done:
+                self.events.finish()
             self._judge(body_end)
         except StreamFailure as failure:
             raise self._fail(failure) from None
@@ -1285,8 +1289,8 @@ class Wire:
     each socket read is one clocked operation in the handshake too, and ``read_at`` is the time it returned.
     """
 
-    def __init__(self, sock: socket.socket, clock: Clock) -> None:
-        self.sock, self.clock = sock, clock
+    def __init__(self, sock: socket.socket, clock: Clock, secret: Secret) -> None:
+        self.sock, self.clock, self.secret = sock, clock, secret
         self.read_at = clock.now()
         self.first_at: float | None = None  # the first byte of the answer
         self.truncated = False  # TLS ended without close_notify
@@ -1328,7 +1332,7 @@ class Wire:
         del self._buffer[: end + 1]
         self._searched = 0
         if self._status_due and not re.fullmatch(rb'HTTP/1\.[0-9] [1-9][0-9]{2}(?: [^\r\n\x00]*)?\r?\n', line):
-            found = escaped(line[:60].decode('latin-1').rstrip())
+            found = self.secret.quote(line.decode('latin-1').rstrip(), 60)
             raise StreamFailure('head_malformed', f'expected an HTTP/1.1 status line, found "{found}"')
         if b'\0' in line or b'\r' in line[:-2] or line.endswith(b'\r\r\n'):
             raise StreamFailure('head_malformed', 'a header line holds a bare CR or a NUL')
@@ -1906,9 +1910,9 @@ class ChatStream:
     def _exchange(self) -> Iterator[str]:
         wire = self._open()
         self._send(wire)
-        fields, framing = self._head(wire)
+        fields = self._head(wire)
         self._refuse_other_content(wire, fields)
-        yield from self._stream(wire, framing or framing_of(fields, self.response['http_version'] == '1.0'))
+        yield from self._stream(wire, framing_of(fields, self.response['http_version'] == '1.0', self.secret))
 
     def _open(self) -> Wire:
         host, port = self.dial
@@ -1919,7 +1923,7 @@ class ChatStream:
             if away:
                 raise StreamFailure('not_loopback', f'{host} resolves to {_peer(away)}; plain http stays on loopback')
         sock = connect(addresses, self.clock)
-        self.wire = wire = Wire(sock, self.clock)
+        self.wire = wire = Wire(sock, self.clock, self.secret)
         self.marks['connected'] = self.clock.now()
         self.response['peer'] = _peer(sock.getpeername())
         if self._context:
@@ -1958,7 +1962,7 @@ class ChatStream:
             self._stopped = None
         self.marks['sent'] = self.clock.now()
 
-    def _head(self, wire: Wire) -> tuple[list[tuple[str, str]], Framing | None]:
+    def _head(self, wire: Wire) -> list[tuple[str, str]]:
         self.clock.enter('head', 'waiting for the status line and header fields')
         try:
             response, interim = read_head(wire)
@@ -1974,7 +1978,7 @@ class ChatStream:
             headers={k.lower(): self.secret.quote(v) for k, v in fields if k.lower() in RECORDED_FIELDS})
         if response.status != 200:
             self._refuse_status(wire, response, fields)
-        return fields, None
+        return fields
 
     def _refuse_status(self, wire: Wire, response: _Response, fields: list[tuple[str, str]]) -> NoReturn:
         status = f'HTTP status {response.status} {self.secret.quote(response.reason, 60)}'.rstrip()
@@ -2054,7 +2058,6 @@ class ChatStream:
             self._drain(wire, body)
         else:
             self.body_end = body.end
-            chat.events.finish()
         chat.end(self.body_end)
 
     def _note(self, data: bytes, at: float, content_before: int, events_before: int) -> None:
@@ -2358,11 +2361,11 @@ def summary(record: Mapping[str, Any], output: str) -> str:
     """The line for stdout: JSON in ASCII, under 4 KiB."""
     keys = ('ok', 'outcome', 'first_text_ms', 'duration_ms', 'finish_reason', 'error')
     members = {**{k: record[k] for k in keys}, 'output': output}
+    line = json.dumps(members) + '\n'
     for limit in (1000, 300, 100):
-        line = json.dumps(members) + '\n'
         if len(line) < 4096:
             break
-        members = {k: v[:limit] + '...' if isinstance(v, str) and len(v) > limit else v for k, v in members.items()}
+        line = json.dumps({k: v[:limit] + '...' if isinstance(v, str) and len(v) > limit else v for k, v in members.items()}) + '\n'
     return line
 
 
@@ -2560,7 +2563,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, run, evidence, fixture = _prepared(argv, signals)
     except Refused as exc:
-        flag = exc.argument if exc.argument in (KEY_VARIABLE, 'arguments') else '--' + exc.argument.lstrip('-').replace('_', '-')
+        flag = 'messages_file' if exc.argument == 'messages' else exc.argument
+        flag = flag if flag in (KEY_VARIABLE, 'arguments') else '--' + flag.lstrip('-').replace('_', '-')
         put(sys.stderr, f'stream_client.py: {escaped(flag)}: {escaped(exc.message)}\n')
         return 2
     except Interrupted as exc:

@@ -15,12 +15,14 @@ import functools
 import http.client
 import importlib.util
 import io
+import itertools
 import json
 import os
 import pty
 import random
 import re
 import select
+import shutil
 import signal
 import socket
 import ssl
@@ -191,13 +193,14 @@ def chunk(content: object = None, finish: object = None, **members: Any) -> dict
 def cut(raw: bytes, cuts: Iterable[int]) -> list[bytes]:
     """The bytes cut at these offsets."""
     edges = [0, *sorted(cuts), len(raw)]
-    return [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [raw[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def judge(pieces: Iterable[bytes], framing: Framing | None = None, **options: Any) -> dict[str, Any]:
     """What the layers without I/O say of a body that came in these reads and then ended: all that must not depend on the cuts."""
     body, chat = Body(framing or Framing(False, None)), ChatCompletion(**options)
-    texts, failure = [], None
+    texts: list[str] = []
+    failure = None
     try:
         for piece in [*filter(None, pieces), b'']:
             found = body.feed(piece)
@@ -208,8 +211,6 @@ def judge(pieces: Iterable[bytes], framing: Framing | None = None, **options: An
                 raise body.failure
             if chat.done or body.end:
                 break
-        if not chat.done:
-            chat.events.finish()
         chat.end(body.end)
     except StreamFailure as exc:
         failure = exc
@@ -332,7 +333,7 @@ class BodyTest(unittest.TestCase):
 
     def test_broken_bodies_fail_the_same_in_every_cut(self) -> None:
         for framing, raw, want, code, message in self.BROKEN:
-            cuts = [[], range(len(raw)), *([at] for at in range(0, len(raw), max(1, len(raw) // 100)))]
+            cuts: list[Iterable[int]] = [[], range(len(raw)), *([at] for at in range(0, len(raw), max(1, len(raw) // 100)))]
             for at in cuts:
                 with self.subTest(raw=raw[:40], at=at):
                     out, end, failure = self.feed(framing, cut(raw, at))
@@ -354,7 +355,7 @@ class BodyTest(unittest.TestCase):
             ([length, ('Content-Length', '5, 5')], False, Framing(False, 5)), ([chunked], True, 'length_conflict'),
             ([chunked, length], False, 'length_conflict'), ([length, ('Content-Length', '6')], False, 'length_conflict'),
             ([('Content-Length', '+5')], False, 'length_conflict'), ([('Content-Length', '')], False, 'length_conflict'),
-            ([('Content-Length', '٥')], False, 'length_conflict'), ([chunked, chunked], False, 'length_conflict'),
+            ([('Content-Length', '\u0665')], False, 'length_conflict'), ([chunked, chunked], False, 'length_conflict'),
             ([('Transfer-Encoding', 'identity')], False, 'length_conflict'), ([('Transfer-Encoding', '')], False, 'length_conflict'),
             ([('Transfer-Encoding', 'gzip, chunked')], False, 'encoded_body'),
         ]:
@@ -434,7 +435,7 @@ class EventsTest(unittest.TestCase):
 
     def test_broken_streams_hand_over_what_was_whole_and_fail_the_same_in_every_cut(self) -> None:
         for raw, want, message in self.BROKEN:
-            for cuts in ([], range(len(raw)), *([at] for at in range(len(raw)))):
+            for cuts in ([], list(range(len(raw))), *[[at] for at in range(len(raw))]):
                 with self.subTest(raw=raw[:40], cuts=cuts):
                     found, _, said = events_of(cut(raw, cuts), max_line_chars=20, max_event_chars=40)
                     self.assertEqual((found, said), (want, message))
@@ -535,7 +536,7 @@ TEXT, STOP, DONE = chunk('Hi'), chunk(finish='stop'), '[DONE]'
 class ChatTest(unittest.TestCase):
     """The state machine, one rule a row."""
 
-    TABLE: ClassVar = [
+    TABLE: ClassVar[list[tuple[Any, ...]]] = [
         # what it shows, events, outcome, text, finish_reason, done, warnings
         ('a whole answer', [TEXT, STOP, DONE], 'passed', 'Hi', 'stop', True, []),
         ('finish with text', [chunk('Hi', 'stop'), DONE], 'passed', 'Hi', 'stop', True, []),
@@ -576,14 +577,14 @@ class ChatTest(unittest.TestCase):
     ]
 
     def test_table(self) -> None:
-        for name, events, outcome, text, finish, done, warnings in self.TABLE:
+        for name, events, outcome, text, finish, done, warned in self.TABLE:
             with self.subTest(name):
                 got = judge([data(*events)], model='a', max_tokens=8)
                 self.assertEqual((got['outcome'], got['text'], got['finish_reason'], got['done'], list(got['warnings'])),
-                                 (outcome, text, finish, done, warnings))
+                                 (outcome, text, finish, done, warned))
 
     def test_whole_messages(self) -> None:
-        for events, message in [
+        rows: list[tuple[Any, ...]] = [
             ([TEXT, STOP], 'the body ended before [DONE], by closing, after 2 events; finish_reason: "stop"'),
             ([TEXT, 'oops'], 'event 2: not JSON: "oops"'),
             ([TEXT, '[]'], 'event 2 is JSON but no object: "[]"'),
@@ -591,8 +592,8 @@ class ChatTest(unittest.TestCase):
             ([{'error': {'error': {'message': 'deep'}}}], 'error in the stream: deep'),
             ([{'detail': [{'msg': 'bad'}]}], 'error in the stream: [{"msg":"bad"}]'),
             ([chunk(finish='length'), DONE], 'finish_reason is "length", expected "stop"'),
-            ([chunk('a', 'stop'), chunk('b')], "text after finish_reason 'stop'"),
-            ([chunk('a', 'stop'), chunk(finish='length')], "a second finish_reason after 'stop'"),
+            ([chunk('a', 'stop'), chunk('b')], 'text after finish_reason "stop"'),
+            ([chunk('a', 'stop'), chunk(finish='length')], 'a second finish_reason after "stop"'),
             ([{'choices': [{'index': 2, 'delta': {}}]}], 'event 1: the choice has index 2, expected 0'),
             ([{'choices': [{'delta': {}}]}], 'event 1: the choice has no index'),
             ([{'choices': [{}, {}]}], 'event 1 has 2 choices, expected one'),
@@ -600,7 +601,8 @@ class ChatTest(unittest.TestCase):
             ([chunk('\u200b'), STOP, DONE], 'no visible character in 1 characters of text, 0 of reasoning'),
             ([{**TEXT, 'id': 'a'}, {**TEXT, 'id': 'b'}], 'event 2 carries text under id "b", earlier text had "a"'),
             ([TEXT, DONE], '[DONE] came after 1 content events without a finish_reason'),
-        ]:
+        ]
+        for events, message in rows:
             with self.subTest(message):
                 self.assertEqual(judge([data(*events)])['message'], message)
 
@@ -618,7 +620,7 @@ class ChatTest(unittest.TestCase):
         length, answer = [TEXT, chunk(finish='length'), DONE], [TEXT, STOP]
         two_ids, no_index = [{**TEXT, 'id': 'a'}, {**TEXT, 'id': 'b'}, STOP, DONE], [{'choices': [{'delta': {'content': 'Hi'}}]}, STOP, DONE]
         closed, whole = Framing(False, None), Framing(False, len(data(*answer)))
-        for events, framing, policy, outcome, warnings in [
+        rows: list[tuple[Any, ...]] = [
             (length, closed, Policy(('length',)), 'passed', {}),
             ([TEXT, STOP, DONE], closed, Policy(('length',)), 'passed', {}),
             (answer, whole, Policy(tolerate=('no_done',)), 'passed', {'no_done': 1}),
@@ -629,10 +631,11 @@ class ChatTest(unittest.TestCase):
             ([{}, TEXT, STOP, DONE], closed, Policy(fail_on=('empty_chunk',)), 'warning_refused', {'empty_chunk': 1}),
             ([{}, TEXT, STOP, DONE], closed, Policy(fail_on=('no_usage',)), 'passed', {'empty_chunk': 1}),
             (length, closed, Policy(fail_on=('no_usage',)), 'finish_not_accepted', {}),
-        ]:
+        ]
+        for events, framing, policy, outcome, warned in rows:
             with self.subTest(policy=policy, outcome=outcome):
                 got = judge([data(*events)], framing, policy=policy)
-                self.assertEqual((got['outcome'], got['warnings']), (outcome, warnings))
+                self.assertEqual((got['outcome'], got['warnings']), (outcome, warned))
 
     def test_usage_is_the_last_count(self) -> None:
         use = [{'usage': u} for u in ({'completion_tokens': 1, 'prompt_tokens': 5}, {'completion_tokens': None}, None, {},
@@ -648,7 +651,7 @@ class ChatTest(unittest.TestCase):
         self.assertEqual(judge([data(both, both)])['reasoning'], (2, 4))
 
     def test_surrogate_halves_are_joined_and_shown_whole(self) -> None:
-        halves = ['{"choices":[{"index":0,"delta":{"content":"%s"}}]}' % c for c in ('a\\ud83d', '\\ude42b\\ud83d', '\\ude43')]
+        halves = [f'{{"choices":[{{"index":0,"delta":{{"content":"{c}"}}}}]}}' for c in ('a\\ud83d', '\\ude42b\\ud83d', '\\ude43')]
         got = judge([data(*halves, STOP, DONE)])
         self.assertEqual((got['outcome'], got['text'], got['shown']), ('passed', 'a🙂b🙃', 'a🙂b🙃'))
 
@@ -722,7 +725,7 @@ class CutTest(unittest.TestCase):
                 continue
             whole = judge([body], framing)
             judged += 1
-            step = max(1, len(body) // (10_000 if LONG else 250))
+            step = max(1, len(body) // (10_000 if LONG else 150))
             rng = random.Random(name)
             cuts = [[at] for at in range(rng.randrange(step), len(body), step)]
             cuts += [list(range(len(body))), *(sorted(rng.sample(range(len(body)), min(len(body), 9))) for _ in range(20))]
@@ -768,7 +771,7 @@ class HypothesisTest(unittest.TestCase):
         piece = st.one_of(
             st.sampled_from([data(TEXT), data(STOP), data(DONE), data(TEXT, eol='\r\n'), data(STOP, eol='\r'), b': c\n', b'\n', b'\r', b'\r\n',
                              b'data', b'data:', b'event: error\n', b'error: x\n', b'\xef\xbb\xbf', b'\xe2', '✓'.encode(), b'id: 1\n', b'0',
-                             data({'error': 'x'}), data(chunk('\ud83d')) if False else b'data: {"choices":[]}\n\n']),
+                             data({'error': 'x'}), data(json.dumps(chunk('\ud83d'))), b'data: {"choices":[]}\n\n']),
             st.binary(max_size=12), st.text(max_size=12).map(str.encode))
         framings = st.sampled_from([Framing(False, None), Framing(True, None), Framing(False, 100)])
 
@@ -865,7 +868,7 @@ class PolicyTest(unittest.TestCase):
 
     def test_arguments_that_are_refused(self) -> None:
         url = 'http://127.0.0.1:9/x'
-        for argument, options in [
+        rows: list[tuple[str, dict[str, Any]]] = [
             ('model', {'model': ''}), ('model', {'model': 7}), ('model', {'model': '\ud800'}), ('prompt', {'prompt': ''}), ('prompt', {'prompt': 'a\udfff'}),
             ('prompt', {'prompt': None}), ('max_tokens', {'max_tokens': 0}), ('max_tokens', {'max_tokens': 32769}), ('max_tokens', {'max_tokens': True}),
             ('max_tokens', {'max_tokens': 1.0}), ('idle', {'idle': 0}), ('idle', {'idle': -1}), ('idle', {'idle': float('nan')}),
@@ -878,14 +881,13 @@ class PolicyTest(unittest.TestCase):
             ('tolerate', {'tolerate': 'no_done'}), ('fail_on', {'fail_on': ('no_done',)}), ('accept_finish', {'accept_finish': ('',)}),
             ('messages', {'messages': []}), ('messages', {'messages': [{}], 'prompt': None}), ('messages', {'messages': [], 'prompt': None}),
             ('messages', {'messages': [{'role': 'user', 'content': float('nan')}], 'prompt': None}), ('system', {'system': ''}),
-            ('extra_body', {'extra_body': {'n': 2}}), ('extra_body', {'extra_body': {'stream': False}}), ('extra_body', {'extra_body': []}),
-            ('extra_body', {'extra_body': {'x': {1, 2}}}), ('max_line_chars', {'max_line_chars': 0}),
-        ]:
+            ('extra_body', {'extra_body': {'n': 2}}), ('extra_body', {'extra_body': {'stream': False}}),
+            ('extra_body', {'extra_body': {'x': {1, 2}}}), ('max_line_chars', {'max_line_chars': 0}), ('extra_body', {'extra_body': [1]}),
+        ]
+        for argument, options in rows:
             with self.subTest(options=options):
                 with self.assertRaises(Refused) as caught:
                     given: dict[str, Any] = {'model': 'm', 'prompt': 'p', **options}
-                    if options == {'extra_body': []}:
-                        given['extra_body'] = [1]
                     stream(url, given.pop('model'), given.pop('prompt'), **given)
                 self.assertEqual(caught.exception.argument, argument)
                 self.assertIsInstance(caught.exception, ValueError)
@@ -1061,7 +1063,7 @@ class CatalogueTest(unittest.TestCase):
                     if mode.group == 'time':
                         self.assertLess(seconds, self.DEADLINE + self.MARGIN)
                     self.assertNotIn('0123456789', json.dumps(record))
-                    if mode.text is not None:
+                    if not name.startswith(('endless-', 'drip-')):  # where those end is a matter of time
                         self.assertEqual(invariant(record), invariant(three[0][0]))
 
     def test_the_catalogue_is_in_order(self) -> None:
@@ -1071,7 +1073,7 @@ class CatalogueTest(unittest.TestCase):
                 self.assertRegex(name, '^[a-z0-9-]+$')
                 self.assertIn(mode.expect, ('passed', *FAILURES))
                 self.assertTrue(mode.sends and mode.source)
-                steps = tuple(step for step, _ in zip(mode.steps(fixture_server.Request(b'i', b'm', KEY)), range(3000), strict=False))
+                steps = tuple(step for step, _ in zip(mode.steps(fixture_server.Request(b'i', b'm', KEY)), range(30), strict=False))
                 self.assertNotIn(steps, seen, 'two modes send the same')
                 seen[steps] = name
         self.assertGreaterEqual(len(seen), 90)
@@ -1217,6 +1219,7 @@ class FailureCodeTest(unittest.TestCase):
             'warning_refused': in_fixture('model-differs', '--fail-on', 'model_differs'),
             'internal': lambda: patched('def take(*a): raise ZeroDivisionError\nstream_client.ChatCompletion.take = take',
                                         '--fixture', 'ok', '--output', '-'),
+            'body_too_large': in_fixture('flood', '--max-stream-bytes', '2000000'),
             'interrupted': lambda: self.ended(signal.SIGTERM),
             'unfinished': lambda: self.ended(signal.SIGKILL),
         }
@@ -1236,7 +1239,7 @@ class FailureCodeTest(unittest.TestCase):
         return subprocess.CompletedProcess([], process.returncode, Path(output).read_text(), '')
 
     def test_every_code_is_produced(self) -> None:
-        special, first = self.special(), {}
+        special, first = self.special(), dict[str, str]()
         for name, mode in fixture_server.MODES.items():
             first.setdefault(mode.expect, name)
         codes = [code for code in FAILURES if code in special or code in first]
@@ -1246,7 +1249,7 @@ class FailureCodeTest(unittest.TestCase):
         def produce(code: str) -> subprocess.CompletedProcess[str]:
             if code in special:
                 return special[code]()
-            return run('--fixture', first[code], '--output', '-', '--idle', '2', '--deadline', '5')
+            return run('--fixture', first[code], '--output', '-', '--idle', '1.5', '--deadline', '2.5')
 
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             for code, done in zip(FAILURES, pool.map(produce, FAILURES), strict=True):
@@ -1330,6 +1333,10 @@ class DeadlineTest(unittest.TestCase):
         long = [{'role': 'user', 'content': 'x' * 9_000_000}]
         stuck = threading.Event()
         self.addCleanup(stuck.set)
+
+        def waiting(_: socket.socket) -> None:
+            stuck.wait(20)
+
         cases: list[tuple[Callable[[socket.socket], None], bool, str, str, dict[str, Any]]] = [
             (dripping(drip=b'HTTP/1.1 200 ' + b'K' * 90), True, 'deadline', 'head', {}),
             (dripping(self.HEAD, drip=b'X: ' + b'y' * 90), True, 'deadline', 'head', {}),
@@ -1339,11 +1346,11 @@ class DeadlineTest(unittest.TestCase):
             (dripping(self.HEAD + b'\r\n' + data(TEXT), drip=b':\n'), True, 'deadline', 'protocol', {}),
             (dripping(self.HEAD + b'\r\n' + data(TEXT, STOP), drip=b':\n'), True, 'deadline', 'completion', {}),
             (dripping(self.CHUNKED + b'0\r\n', drip=b'X: y\r\n'), True, 'deadline', 'framing', {}),
-            (lambda _: stuck.wait(20) and None, False, 'deadline', 'send', {'prompt': None, 'messages': long}),
-            (lambda _: stuck.wait(20) and None, True, 'idle_timeout', 'head', {'idle': 1, 'deadline': 9}),
+            (waiting, False, 'deadline', 'send', {'prompt': None, 'messages': long}),
+            (waiting, True, 'idle_timeout', 'head', {'idle': 1, 'deadline': 9}),
             (dripping(drip=b'\x16\x03\x03\x40\x00' + b'\0' * 90), False, 'deadline', 'tls', {'tls': True}),
-            (lambda _: stuck.wait(20) and None, False, 'deadline', 'tls', {'tls': True}),
-            (lambda _: stuck.wait(20) and None, False, 'idle_timeout', 'tls', {'tls': True, 'idle': 1, 'deadline': 9}),
+            (waiting, False, 'deadline', 'tls', {'tls': True}),
+            (waiting, False, 'idle_timeout', 'tls', {'tls': True, 'idle': 1, 'deadline': 9}),
             (sending(self.CHUNKED, 0.9, b'1\r\n:', 0.9, b'\r\n', 20.0), True, 'idle_timeout', 'events', {'idle': 1.2, 'deadline': 9, 'limit': 3.0}),
         ]
 
@@ -1395,13 +1402,13 @@ class DeadlineTest(unittest.TestCase):
     def test_a_slow_but_steady_upload_is_not_idle(self) -> None:
         def script(connection: socket.socket) -> None:
             size = 0
-            while size < 900_000:
+            while size < 100_000:
                 size += len(connection.recv(60_000))
                 time.sleep(0.1)
             sending(b'HTTP/1.1 204 No\r\n\r\n')(connection)
 
         with Raw(script, read=False, buffer=4096) as server:
-            record = stream(server.url, 'm', 'x' * 1_000_000, idle=1.5, deadline=30)
+            record = stream(server.url, 'm', 'x' * 110_000, idle=1.5, deadline=30)
         self.assertEqual(record['outcome'], 'http_status', record['error'])
         self.assertGreater(record['duration_ms'], 1500)
 
@@ -1453,3 +1460,693 @@ class DeadlineTest(unittest.TestCase):
             self.assertEqual(stream(server.url, 'm', 'p')['outcome'], 'not_json')
             time.sleep(0.3)
         self.assertLess(closed[0], 1.0)
+
+
+# --- evidence -----------------------------------------------------------------------------------------------------------
+
+
+class Directory(unittest.TestCase):
+    """A test with a directory of its own."""
+
+    def setUp(self) -> None:
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.here = Path(temporary.name)
+
+    def names(self) -> list[str]:
+        """What stands in the directory."""
+        return sorted(os.listdir(self.here))
+
+    def start(self, *args: str, **kwargs: Any) -> subprocess.Popen[bytes]:
+        """The client as a command that goes on while the test looks."""
+        kwargs = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'cwd': self.here, 'env': environment(), **kwargs}
+        return subprocess.Popen([sys.executable, CLIENT, '--model', 'm', *args], **kwargs)
+
+    def wait_for(self, fact: Callable[[], object], seconds: float = 20.0) -> None:
+        """Until a fact holds."""
+        until = time.monotonic() + seconds
+        while not fact():
+            self.assertLess(time.monotonic(), until, 'it never came')
+            time.sleep(0.005)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """A record, checked."""
+        record: dict[str, Any] = json.loads((self.here / name).read_text())
+        check_record(self, record)
+        return record
+
+
+class EvidenceTest(Directory):
+    """The record survives; nothing is overwritten; the file is absent or valid JSON at any moment."""
+
+    def test_what_exists_is_refused_before_a_byte_is_sent(self) -> None:
+        (self.here / 'file').write_text('mine')
+        (self.here / 'directory').mkdir()
+        (self.here / 'dangling').symlink_to('nowhere')
+        os.mkfifo(self.here / 'fifo')
+        before = self.names()
+        with Raw(sending()) as server:
+            for name in ('file', 'directory', 'dangling', 'fifo', 'missing/x', 'directory/', 'file/x', 'n' * 300):
+                with self.subTest(name=name[:20]):
+                    done = run('--url', server.url, '--model', 'm', '--output', name, cwd=self.here)
+                    self.assertEqual((done.returncode, done.stdout, done.stderr.count('\n')), (2, '', 1), done.stderr)
+                    self.assertIn('--output', done.stderr)
+        self.assertEqual((self.names(), server.requests, (self.here / 'file').read_text()), (before, [], 'mine'))
+
+    def test_a_second_run_with_the_same_output_is_refused(self) -> None:
+        with fixture() as url:
+            first = run('--url', url, '--model', 'm', '--output', 'run.json', cwd=self.here)
+            record = (self.here / 'run.json').read_bytes()
+            second = run('--url', url, '--model', 'm', '--output', 'run.json', cwd=self.here)
+        self.assertEqual((first.returncode, second.returncode, self.names()), (0, 2, ['run.json']))
+        self.assertEqual((self.here / 'run.json').read_bytes(), record)
+        self.assertEqual(stat.S_IMODE((self.here / 'run.json').stat().st_mode), 0o600)
+
+    def test_the_name_holds_an_unfinished_record_while_the_run_goes_on(self) -> None:
+        with fixture('stall-after-text') as url:
+            process = self.start('--url', url, '--output', 'run.json')
+            self.wait_for(lambda: 'run.json' in self.names())
+            record = self.read('run.json')
+            self.assertEqual((record['outcome'], record['ok'], record['text']), ('unfinished', False, ''))
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=10)
+        record = self.read('run.json')
+        self.assertEqual((process.returncode, record['outcome'], record['error']), (130, 'interrupted', 'ended by SIGINT'))
+        self.assertEqual(self.names(), ['run.json'])
+
+    def test_signals_at_random_moments(self) -> None:
+        rng = random.Random(1)
+        outcomes = set()
+        with fixture('slow-text', delay=0.01) as url:
+            for at in range(200 if LONG else 12):
+                number = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)[at % 3]
+                process = self.start('--url', url, '--output', f'{at}.json')
+                time.sleep(rng.uniform(0, 0.5 if at % 2 else 0.15))
+                process.send_signal(number)
+                if at % 4 == 0:
+                    process.send_signal(number)
+                _, err = process.communicate(timeout=20)
+                if b'Python runtime state' in err or err == b'KeyboardInterrupt\n':  # Python itself was still starting
+                    continue
+                self.assertNotIn(b'Traceback', err)
+                if f'{at}.json' in self.names():
+                    record = self.read(f'{at}.json')
+                    outcomes.add(record['outcome'])
+                    self.assertEqual(process.returncode, 128 + number if record['outcome'] == 'interrupted' else 0, record['outcome'])
+                else:
+                    self.assertIn(process.returncode, (128 + number, -number), err)
+        self.assertIn('interrupted', outcomes)
+        self.assertEqual([n for n in self.names() if n.endswith('.tmp')], [])
+
+    def test_kill_9_at_random_moments(self) -> None:
+        rng = random.Random(2)
+        with fixture('slow-text', delay=0.01) as url:
+            for at in range(200 if LONG else 8):
+                process = self.start('--url', url, '--output', f'{at}.json')
+                time.sleep(rng.uniform(0, 0.5 if at % 2 else 0.15))
+                process.kill()
+                process.communicate(timeout=20)
+                if f'{at}.json' in self.names():
+                    self.assertIn(self.read(f'{at}.json')['outcome'], ('unfinished', 'passed'))
+
+    def test_a_signal_that_is_ignored_at_start_stays_ignored(self) -> None:
+        with fixture('slow-text') as url:
+            process = self.start('--url', url, '--output', 'run.json', preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+            self.wait_for(lambda: 'run.json' in self.names())
+            process.send_signal(signal.SIGHUP)
+            process.communicate(timeout=20)
+        self.assertEqual((process.returncode, self.read('run.json')['ok']), (0, True))
+
+    def test_a_record_that_cannot_be_put_in_place_goes_to_stdout(self) -> None:
+        def remove() -> None:
+            (self.here / 'd' / 'run.json').unlink()
+
+        def replace() -> None:
+            (self.here / 'd' / 'new').write_text('theirs')
+            (self.here / 'd' / 'new').rename(self.here / 'd' / 'run.json')
+
+        def move() -> None:
+            (self.here / 'd').rename(self.here / 'e')
+
+        for act, left in ((remove, []), (replace, ['run.json']), (move, None)):
+            with self.subTest(act.__name__), fixture(delay=0.5) as url:
+                shutil.rmtree(self.here / 'd', ignore_errors=True)
+                (self.here / 'd').mkdir()
+                process = self.start('--url', url, '--output', 'd/run.json')
+                self.wait_for((self.here / 'd' / 'run.json').exists)
+                act()
+                out, err = process.communicate(timeout=20)
+                record = json.loads(out)
+                check_record(self, record)
+                self.assertEqual((process.returncode, record['ok'], out.count(b'\n')), (3, True, 1))
+                self.assertIn(b'could not be written', err)
+                if left is not None:
+                    self.assertEqual(os.listdir(self.here / 'd'), left)
+                if left:
+                    self.assertEqual((self.here / 'd' / 'run.json').read_text(), 'theirs')
+
+    def test_a_file_size_limit(self) -> None:
+        with fixture('events-of-20000') as url:
+            for limit, status in ((100, 2), (20_000, 3)):
+                done = run('--url', url, '--model', 'm', '--output', f'{limit}.json', cwd=self.here,
+                           preexec_fn=functools.partial(set_file_size, limit))
+                self.assertEqual(done.returncode, status, done.stderr)
+                if status == 2:
+                    self.assertEqual(self.names(), [])
+                else:
+                    self.assertEqual(self.read(f'{limit}.json')['outcome'], 'unfinished')
+                    self.assertTrue(json.loads(done.stdout)['ok'])
+
+    def test_a_file_system_without_hard_links(self) -> None:
+        code = 'def link(*a, **k): raise PermissionError(1, "no links here")\nos.link = link'
+        done = patched(code, '--fixture', 'ok', '--output', 'run.json', cwd=self.here)
+        self.assertEqual((done.returncode, self.read('run.json')['ok'], self.names()), (0, True, ['run.json']))
+        self.assertEqual(patched(code, '--fixture', 'ok', '--output', 'run.json', cwd=self.here).returncode, 2)
+
+    def test_eight_processes_and_one_name(self) -> None:
+        with fixture() as url:
+            processes = [self.start('--url', url, '--output', 'run.json') for _ in range(8)]
+            for process in processes:
+                process.communicate(timeout=30)
+        self.assertEqual(sorted(p.returncode for p in processes), [0] + [2] * 7)
+        self.assertTrue(self.read('run.json')['ok'])
+        self.assertEqual(self.names(), ['run.json'])
+
+    def test_the_size_is_bounded_by_the_text_and_the_events(self) -> None:
+        done = run('--fixture', 'events-of-20000', '--output', 'run.json', cwd=self.here)
+        self.assertEqual(done.returncode, 0)
+        record = self.read('run.json')
+        self.assertLess((self.here / 'run.json').stat().st_size, len(record['text'].encode()) + 30 * record['content_events'] + 8192)
+
+    def test_stdout_and_stderr_closed_full_or_blocked_change_nothing(self) -> None:
+        with fixture() as url:
+            for at, (out, err) in enumerate([(None, None), ('/dev/full', '/dev/full'), ('pipe', 'pipe'), ('gone', 'gone'), (None, 'pipe')]):
+                with self.subTest(out=out, err=err):
+                    with contextlib.ExitStack() as stack:
+                        opened = [stack.enter_context(self.sink(kind)) for kind in (out, err)]
+                        process = self.start('--url', url, '--output', f'{at}.json', '--show-text', stdin=subprocess.DEVNULL,
+                                             stdout=opened[0], stderr=opened[1],
+                                             preexec_fn=functools.partial(close_fds, out is None, err is None))
+                        self.assertEqual(process.wait(20), 0)
+                    self.assertTrue(self.read(f'{at}.json')['ok'])
+            with self.sink('pipe') as blocked:
+                process = self.start('--url', url, '--output', '-', stdout=blocked)
+                process.communicate(timeout=20)
+                self.assertEqual(process.returncode, 3)
+
+    @contextlib.contextmanager
+    def sink(self, kind: str | None) -> Iterator[Any]:
+        """A stream that takes nothing: a file that is full, a pipe that is full, or one whose reader is gone."""
+        if kind in (None, '/dev/full'):
+            with open(kind or '/dev/null', 'wb') as file:
+                yield file
+            return
+        reader, writer = os.pipe()
+        if kind == 'pipe':
+            os.set_blocking(writer, False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(writer, b'x' * 4096)
+            os.set_blocking(writer, True)
+        else:
+            os.close(reader)
+        try:
+            yield writer
+        finally:
+            os.close(writer)
+            if kind == 'pipe':
+                self.assertNotIn(b'{', os.read(reader, 1_000_000))
+                os.close(reader)
+
+
+def set_file_size(limit: int) -> None:
+    """Limit the size of files that this process writes."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def close_fds(out: bool, err: bool) -> None:
+    """Close stdout or stderr, as ``>&-`` does."""
+    for fd, close in ((1, out), (2, err)):
+        if close:
+            os.close(fd)
+
+
+# --- command line -------------------------------------------------------------------------------------------------------
+
+
+class CommandTest(Directory):
+    """The command: what it prints, what it refuses."""
+
+    def test_the_walk_through(self) -> None:
+        process = subprocess.Popen([sys.executable, FIXTURE, '--port', '0', '--mode', 'ok', '--delay', '0.05'], stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True, env=environment())
+        self.addCleanup(process.communicate)
+        self.addCleanup(process.terminate)
+        assert process.stdout
+        port = re.search(r'127\.0\.0\.1:([0-9]+)$', process.stdout.readline())
+        assert port
+        url = f'http://127.0.0.1:{port[1]}/v1/chat/completions'
+        for mode, status, facts, error in [
+            ('ok', 0, (True, 'READY ✓', 'stop', True, 3), None),
+            ('broken', 1, (False, 'READY ✓', None, False, None),
+             'the body ended before [DONE], by its last chunk, after 3 events; finish_reason: none'),
+            ('length', 1, (False, 'READY ✓', 'length', True, 3), 'finish_reason is "length", expected "stop"'),
+            ('malformed', 1, (False, 'READY ✓', None, False, None), 'event 4: not JSON: "{invalid}"'),
+            ('http-error', 1, (False, '', None, False, None),
+             'POST /v1/chat/completions: HTTP status 503 Service Unavailable: "fixture: no capacity"'),
+        ]:
+            with self.subTest(mode):
+                done = run('--url', url, '--model', f'mode:{mode}', '--output', f'{mode}.json', cwd=self.here)
+                record = self.read(f'{mode}.json')
+                self.assertEqual((done.returncode, plain(record), record['error'], record['synthetic']), (status, facts, error, True))
+                line = json.loads(done.stdout)
+                self.assertEqual(line, {k: record[k] for k in ('ok', 'outcome', 'first_text_ms', 'duration_ms', 'finish_reason', 'error')}
+                                 | {'output': f'{mode}.json'})
+                self.assertEqual(done.stderr.count('\n'), 1)
+                if mode == 'ok':
+                    self.assertEqual((record['content_events'], len(record['event_gaps_ms'])), (2, 1))
+                    self.assertTrue(0 < record['first_text_ms'] < record['duration_ms'])
+        self.assertEqual(run('--url', url, '--model', 'm', '--output', 'ok.json', cwd=self.here).returncode, 2)
+
+    def inside(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """main() in this process, in the test's directory: quicker where there are many to try."""
+        saved = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        was, out, err = Path.cwd(), io.StringIO(), io.StringIO()
+        os.chdir(self.here)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                status = stream_client.main(args)
+        finally:
+            os.chdir(was)
+            for number, handler in saved.items():
+                signal.signal(number, handler)
+        return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
+
+    def test_what_is_refused(self) -> None:
+        (self.here / 'empty').write_text('')
+        (self.here / 'latin').write_bytes(b'\xe9')
+        (self.here / 'key').write_text('a b\n')
+        (self.here / 'object').write_text('{}')
+        (self.here / 'twice').write_text('[{"role":"user","role":"system"}]')
+        before = self.names()
+        for flag, args in [
+            ('--model', []), ('--model', ['--model', '']), ('--url', ['--model', 'm', '--url', 'http://example.com/']), ('--url', ['--model', 'm', '--url', '']),
+            ('--url', ['--model', 'm', '--url', 'https://SECRET@h/']), ('--idle', ['--model', 'm', '--idle', '0']), ('--idle', ['--model', 'm', '--idle', 'nan']),
+            ('--idle', ['--model', 'm', '--idle', '1e3']), ('--idle', ['--model', 'm', '--idle', '1_0']), ('--idle', ['--model', 'm', '--idle', '٣']),
+            ('--deadline', ['--model', 'm', '--deadline', '86401']), ('--deadline', ['--model', 'm', '--deadline', '-1']),
+            ('--max-tokens', ['--model', 'm', '--max-tokens', '0']), ('--max-tokens', ['--model', 'm', '--max-tokens', '9.5']), ('--prompt', ['--model', 'm', '--prompt', '']),
+            ('--prompt-file', ['--model', 'm', '--prompt-file', 'empty']), ('--prompt-file', ['--model', 'm', '--prompt-file', 'latin']),
+            ('--prompt-file', ['--model', 'm', '--prompt-file', 'missing']), ('--prompt-file', ['--model', 'm', '--prompt', 'x', '--prompt-file', 'empty']),
+            ('--messages-file', ['--model', 'm', '--messages-file', 'object']), ('--messages-file', ['--model', 'm', '--messages-file', 'twice']),
+            ('--messages-file', ['--model', 'm', '--messages-file', 'empty']), ('--extra-body', ['--model', 'm', '--extra-body', '{"n":2}']),
+            ('--extra-body', ['--model', 'm', '--extra-body', '[]']), ('--extra-body', ['--model', 'm', '--extra-body', '{"a":NaN}']),
+            ('--api-key-file', ['--model', 'm', '--api-key-file', 'empty']), ('--api-key-file', ['--model', 'm', '--api-key-file', 'key']),
+            ('--ca-file', ['--model', 'm', '--ca-file', 'empty']), ('--ca-file', ['--model', 'm', '--url', 'https://h/', '--ca-file', 'empty']),
+            ('--ca-file', ['--model', 'm', '--url', 'https://h/', '--ca-file', '.']), ('--ca-file', ['--model', 'm', '--url', 'https://h/', '--ca-file', 'missing']),
+            ('--connect-to', ['--model', 'm', '--connect-to', '10.0.0.1:80']), ('--note', ['--model', 'm', '--note', 'x']),
+            ('--note', ['--model', 'm', '--note', 'a=1', '--note', 'a=2']), ('--fixture', ['--fixture', 'nonsense']), ('--url', ['--fixture', 'ok', '--url', 'x']),
+            ('--tolerate', ['--model', 'm', '--tolerate', 'no_finish']), ('--fail-on', ['--model', 'm', '--fail-on', 'x']), ('--output', ['--model', 'm', '--output', '']),
+            ('--run-id', ['--model', 'm', '--run-id', 'a b']), ('--label', ['--model', 'm', '--label', '']), ('arguments', ['--model', 'm', '--idl', '3']),
+            ('arguments', ['--model', 'm', '--token', 'SECRET']), ('arguments', ['--model', 'm', '--token=SECRET']), ('arguments', ['--model', 'm', 'SECRET']),
+            ('--idle', ['--model', 'm', '--idle']),
+        ]:
+            with self.subTest(args=args):
+                done = self.inside(*args)
+                self.assertEqual((done.returncode, done.stdout, done.stderr.count('\n')), (2, '', 1), done.stderr)
+                self.assertTrue(done.stderr.startswith('stream_client.py: ' + flag), done.stderr)
+                self.assertNotIn('SECRET', done.stderr)
+        self.assertEqual(self.names(), before)
+        for key in ('a b', 'k\u00e9y', 'x\ny'):
+            done = run('--model', 'm', env={'MODEL_API_KEY': key}, cwd=self.here)
+            self.assertEqual((done.returncode, done.stderr),
+                             (2, 'stream_client.py: MODEL_API_KEY: the key may only have characters from 0x21 to 0x7e\n'))
+
+    def test_help_and_version(self) -> None:
+        done = run('--help')
+        self.assertEqual((done.returncode, done.stderr), (0, ''))
+        self.assertIn('exit status: 0 passed', done.stdout)
+        self.assertEqual(run('--version').stdout, f'stream-client {stream_client.__version__}\n')
+
+    def test_the_fixture_in_this_process_shows_text_and_names_the_record_itself(self) -> None:
+        done = run('--fixture', 'ok', cwd=self.here)
+        self.assertEqual(done.returncode, 0)
+        (name,) = self.names()
+        self.assertRegex(name, '^stream-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}\\.json$')
+        self.assertEqual(json.loads(done.stdout)['output'], name)
+        self.assertTrue(done.stderr.startswith('| READY ✓\npassed 2 content events, first text after '), done.stderr)
+        self.assertTrue(self.read(name)['synthetic'])
+
+    def test_the_fixture_is_not_needed_beside_the_client(self) -> None:
+        (self.here / 'stream_client.py').write_bytes(Path(CLIENT).read_bytes())
+        done = run('--fixture', 'ok', program=str(self.here / 'stream_client.py'), cwd=self.here)
+        self.assertEqual((done.returncode, done.stderr), (2, 'stream_client.py: --fixture: needs fixture_server.py beside this file\n'))
+        with fixture() as url:
+            self.assertEqual(run('--url', url, '--model', 'm', '--output', '-', program=str(self.here / 'stream_client.py')).returncode, 0)
+            done = subprocess.run([sys.executable, '-', '--url', url, '--model', 'm', '--output', '-'], input=Path(CLIENT).read_text(), text=True,
+                                  capture_output=True, env=environment(), cwd=self.here, timeout=30)
+        self.assertEqual((done.returncode, json.loads(done.stdout)['client']['source_sha256']), (0, None), done.stderr)
+
+    def test_the_record_as_one_line_on_stdout(self) -> None:
+        done = run('--fixture', 'separators', '--output', '-', cwd=self.here)
+        self.assertEqual((done.returncode, len(done.stdout.splitlines()), self.names()), (0, 1, []))
+        record = json.loads(done.stdout)
+        check_record(self, record)
+        self.assertEqual(record['text'], fixture_server.MODES['separators'].text)
+
+    def test_inputs_and_what_is_recorded_of_them(self) -> None:
+        (self.here / 'prompt').write_text('from é file')
+        (self.here / 'messages').write_text('[{"role":"user","content":[{"type":"text","text":"x"}]}]')
+        with Raw(sending(b'HTTP/1.1 503 No\r\n\r\n')) as server:
+            ask = ['--url', server.url, '--model', 'm']
+            run(*ask, '--prompt-file', 'prompt', '--system', 'sys', '--label', 'l', '--note', 'model=r1', '--note', 'k=', '--output', 'a', cwd=self.here)
+            run(*ask, '--prompt-file', 'prompt', '--system', 'sys', '--label', 'l', '--note', 'model=r=1', '--output', 'b', cwd=self.here)
+            run(*ask, '--prompt-file', '-', '--output', 'c', cwd=self.here, input='from stdin')
+            run(*ask, '--messages-file', 'messages', '--output', 'd', cwd=self.here)
+            run(*ask, '--prompt', 'prömpt', '--label', 'größe', '--output', 'e', cwd=self.here, env={'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'})
+            run(*ask, '--output', 'f', '--extra-body', '{"top_p":0.5}', '--run-id', 'r1', '--max-tokens', '7', cwd=self.here)
+        sent = [json.loads(r.partition(b'\r\n\r\n')[2]) for r in server.requests]
+        self.assertEqual([m['messages'] for m in sent], [
+            [{'role': 'system', 'content': 'sys'}, {'role': 'user', 'content': 'from é file'}], [{'role': 'user', 'content': 'from stdin'}],
+            [{'role': 'user', 'content': [{'type': 'text', 'text': 'x'}]}], [{'role': 'user', 'content': 'prömpt'}],
+            [{'role': 'user', 'content': stream_client.DEFAULT_PROMPT}]])
+        self.assertNotIn('a', self.names())  # an empty note is refused
+        record = self.read('b')
+        self.assertEqual((record['label'], record['notes']), ('l', {'model': 'r=1'}))
+        self.assertNotIn('from é file', json.dumps(record, ensure_ascii=False))
+        self.assertEqual(self.read('e')['label'], 'größe')
+        record = self.read('f')
+        self.assertEqual(record['request']['sampling'], {'stream_options': {'include_usage': True}, 'max_tokens': 7, 'temperature': 0, 'top_p': 0.5})
+        self.assertEqual(record['request']['run_id'], 'r1')
+
+    def test_a_key_file(self) -> None:
+        with Raw(sending(b'HTTP/1.1 401 No\r\n\r\n')) as server:
+            for text in (KEY, KEY + '\n', KEY + '\r\n'):
+                (self.here / 'key').write_bytes(text.encode())
+                done = run('--url', server.url, '--model', 'm', '--output', '-', '--api-key-file', 'key', cwd=self.here, env={'MODEL_API_KEY': 'other'})
+                self.assertEqual(done.returncode, 1)
+        self.assertTrue(all(f'Authorization: Bearer {KEY}\r\n'.encode() in r for r in server.requests) and len(server.requests) == 3)
+        (self.here / 'key').write_text(KEY + '\n\n')
+        self.assertEqual(run('--model', 'm', '--api-key-file', 'key', cwd=self.here).returncode, 2)
+
+    def test_the_key_is_in_no_output(self) -> None:
+        echo = json.dumps(KEY)[1:-1].encode()
+        raw = KEY.encode()
+        answers = [
+            b'HTTP/1.1 401 ' + raw + b'\r\nContent-Length: %d\r\n\r\n' % (4090 + len(raw)) + b'x' * 4090 + raw,
+            b'HTTP/1.1 401 No\r\nContent-Length: 900\r\n\r\n' + b'x' * 50 + raw[:20],  # cut inside the key
+            b'HTTP/1.1 302 Found\r\nLocation: https://h/' + raw + b'\r\n\r\n', raw + b' 200\r\n\r\n', b'HTTP/1.1 200 OK\r\n' + raw + b'\r\n\r\n',
+            b'HTTP/1.1 200 OK\r\nContent-Type: ' + raw + b'\r\nContent-Encoding: identity\r\n\r\n' + raw,
+            b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: ' + raw + b'\r\n\r\n',
+            b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: ' + raw + b'\r\n\r\n',
+            b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: ' + raw + b'\r\n\r\n',
+            b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n' + raw,
+        ]
+        events = [b'{"error":"' + echo + b'"}', echo, b'["' + echo + b'"]', b'{"error":{"code":"' + echo + b'"},"id":"' + echo + b'","model":"' + echo + b'"}',
+                  b'{"choices":[{"index":"' + echo + b'"}]}', b'{"choices":[{"index":0,"delta":{"refusal":"' + echo + b'"}}]}',
+                  b'{"usage":{"completion_tokens":"' + echo + b'"}}', b'{"system_fingerprint":"' + echo + b'","object":"' + echo + b'","model":"' + echo + b'"}',
+                  b'{"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":"' + echo + b'"}]}\n\ndata: [DONE]']
+        answers += [b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: ' + e + b'\n\n' for e in events]
+        for answer in answers:
+            with Raw(sending(answer)) as server, self.subTest(answer=answer[:80]):
+                done = run('--url', server.url, '--model', 'm', '--output', 'run.json', '--show-text', '--note', f'key={KEY}', cwd=self.here, env={'MODEL_API_KEY': KEY})
+                self.assertEqual(done.returncode, 1)
+                for text in (done.stdout, done.stderr, (self.here / 'run.json').read_text()):
+                    self.assertNotIn('a"real', text)
+                    self.assertNotIn('real\\', text.replace('\\\\', '\\'))
+                    self.assertNotIn('0123456789', text)
+                    self.assertNotIn(KEY[:12], text)
+                (self.here / 'run.json').unlink()
+
+    def test_the_summary_stays_under_4_kib(self) -> None:
+        name = 'd/' + '\u65e5' * 80
+        (self.here / 'd').mkdir()
+        with Raw(sending(b'HTTP/1.1 400 No\r\n\r\n' + ('\u65e5' * 4000).encode())) as server:
+            done = run('--url', server.url, '--model', 'm', '--output', name, cwd=self.here)
+        self.assertLess(len(done.stdout), 4096)
+        self.assertEqual(json.loads(done.stdout)['output'], name)
+        record = {'ok': False, 'outcome': 'x', 'first_text_ms': None, 'duration_ms': 1, 'finish_reason': '\u65e5' * 64, 'error': '\u65e5' * 999}
+        line = stream_client.summary(record, '\u65e5' * 4000)
+        self.assertLess(len(line), 4096)
+        self.assertEqual(json.loads(line)['outcome'], 'x')
+
+    def test_accept_and_tolerate(self) -> None:
+        self.assertEqual(run('--fixture', 'length', '--accept-finish', 'length,abort', '--output', '-').returncode, 0)
+        done = run('--fixture', 'eof-after-finish', '--tolerate', 'no_done', '--output', '-')
+        record = json.loads(done.stdout)
+        self.assertEqual((done.returncode, record['done'], [w['code'] for w in record['warnings']], record['request']['policy']),
+                         (0, False, ['no_done'], {'accept_finish': ['stop'], 'tolerate': ['no_done'], 'fail_on': []}))
+        self.assertIn('warnings: no_done', done.stderr)
+        done = run('--fixture', 'eof-after-finish', '--tolerate', 'no_done', '--fail-on', 'all', '--output', '-')
+        self.assertEqual(json.loads(done.stdout)['outcome'], 'warning_refused')
+
+    def test_main_in_process_returns_the_status(self) -> None:
+        done = self.inside('--fixture', 'ok', '--output', 'run.json')
+        self.assertEqual((done.returncode, json.loads(done.stdout)['ok']), (0, True))
+        done = self.inside('--fixture', 'ok', '--output', 'run.json')
+        self.assertEqual((done.returncode, done.stdout), (2, ''))
+        self.assertIn('never overwritten', done.stderr)
+
+
+class TerminalTest(Directory):
+    """On a real terminal: the text as it arrives, and not one control character of the server's."""
+
+    def on_terminal(self, *args: str, **env: str) -> str:
+        main, side = pty.openpty()
+        process = subprocess.Popen([sys.executable, CLIENT, *args], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=side, cwd=self.here,
+                                   env=environment(TERM='xterm', **env))
+        os.close(side)
+        shown = b''
+        with contextlib.suppress(OSError):
+            while piece := os.read(main, 65536):
+                shown += piece
+        os.close(main)
+        process.wait(20)
+        return shown.decode()
+
+    def test_controls_are_escaped(self) -> None:
+        hostile = 'a\x1b[2J\x07\x00\x7f\x85\x9b31m\u202eb\u2066\u200f\ufeff\u2028c\r\nd\te'
+        answer = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n' + data(json.dumps(chunk(hostile)), STOP, DONE)
+        with Raw(sending(answer)) as server:
+            shown = self.on_terminal('--url', server.url, '--model', 'm', NO_COLOR='1')
+        self.assertEqual(re.sub('[ -~\u00a1-\u1fff]', '', shown.replace('\r\n', '')), '')
+        self.assertTrue(shown.startswith('| a\\x1b[2J\\x07\\x00\\x7f\\u0085\\u009b31m\\u202eb\\u2066\\u200f\\ufeff\\u2028c\\x0d\r\n| d    e\r\npassed '), shown)
+
+    def test_colour_is_for_terminals_without_no_color(self) -> None:
+        self.assertIn('\x1b[32mpassed\x1b[0m', self.on_terminal('--fixture', 'ok'))
+        self.assertIn('\x1b[31mFAILED\x1b[0m', self.on_terminal('--fixture', 'length'))
+        self.assertNotIn('\x1b', self.on_terminal('--fixture', 'error-controls', NO_COLOR='1'))
+        self.assertNotIn('\x1b', run('--fixture', 'error-controls', '--output', '-').stderr)
+
+    def test_no_mode_sends_a_control_character_through(self) -> None:
+        for mode in ('error-controls', 'separators', 'spells-done', 'finish-long', 'html-200'):
+            shown = self.on_terminal('--fixture', mode, NO_COLOR='1')
+            self.assertEqual(stream_client._UNSAFE.sub('', shown.replace('\r\n', '')), shown.replace('\r\n', ''), mode)
+
+
+# --- fixture ------------------------------------------------------------------------------------------------------------
+
+
+class FixtureTest(Directory):
+    """The fixture as a program and as a server."""
+
+    def ask(self, url: str, method: str = 'POST', path: str = fixture_server.PATH, body: bytes = b'{}', **headers: str) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(url.split('/')[2], timeout=10)
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        got = response.read()
+        connection.close()
+        return response.status, json.loads(got)
+
+    def test_bad_requests_get_a_json_error(self) -> None:
+        with fixture() as url:
+            rows: list[tuple[int, dict[str, Any]]] = [
+                (404, {'path': '/'}), (400, {'body': b'{'}), (400, {'body': b'[]'}), (400, {'body': b'{"model":"m"}'}), (400, {'body': b'{"stream":true}'}),
+                (400, {'body': b'{"model":"m","stream":1}'}), (404, {'body': b'{"model":"mode:nonsense","stream":true}'}), (400, {'body': b'[' * 60_000}),
+                (413, {'body': b'x' * 70_000}), (404, {'method': 'GET'}), (501, {'method': 'PUT'}), (400, {'body': b'\xff'}),
+            ]
+            for want, options in rows:
+                with self.subTest(want=want, options=str(options)[:60]):
+                    status, body = self.ask(url, **options)
+                    self.assertEqual((status, body['error']['code']), (want, want))
+
+    def test_models_lists_the_modes(self) -> None:
+        with fixture() as url:
+            status, body = self.ask(url, 'GET', '/v1/models')
+        self.assertEqual((status, [m['id'] for m in body['data']]), (200, [f'mode:{name}' for name in fixture_server.MODES]))
+
+    def test_garbage_gets_an_answer_and_no_traceback(self) -> None:
+        with fixture() as url:
+            port = parse_url(url).port
+            for raw in (b'\x16\x03\x01\x00', b'GET\r\n\r\n', b'GET / HTTP/9\r\n\r\n', b'\r\n', b'POST /v1/chat/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n',
+                        b'GET /' + b'x' * 70_000 + b' HTTP/1.1\r\n\r\n', b'GET / HTTP/1.1\r\n' + b'x: y\r\n' * 200 + b'\r\n'):
+                with socket.create_connection(('127.0.0.1', port), 10) as connection, contextlib.redirect_stderr(io.StringIO()) as err:
+                    connection.sendall(raw)
+                    connection.shutdown(socket.SHUT_WR)
+                    with contextlib.suppress(ConnectionResetError):
+                        while connection.recv(65536):
+                            pass
+                self.assertEqual(err.getvalue(), '')
+
+    def test_half_open_clients_time_out(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(unittest.mock.patch.object(fixture_server.Handler, 'timeout', 0.3))
+            port = parse_url(stack.enter_context(fixture())).port
+            connection = stack.enter_context(socket.create_connection(('127.0.0.1', port), 10))
+            connection.sendall(b'POST /v1')
+            self.assertEqual(connection.recv(100), b'')
+
+    def test_200_clients_at_once(self) -> None:
+        with fixture('slow-text', delay=0.0) as url:
+            body = b'{"model":"m","stream":true}'
+            request = b'POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s' % (len(body), body)
+            start = time.monotonic()
+            with contextlib.ExitStack() as stack:
+                clients = [stack.enter_context(socket.create_connection(('127.0.0.1', parse_url(url).port), 20)) for _ in range(200)]
+                for client in clients:
+                    client.sendall(request)
+                got = dict.fromkeys(clients, b'')
+                while any(not g.endswith(b'\r\n0\r\n\r\n') for g in got.values()):
+                    self.assertLess(time.monotonic() - start, 20)
+                    for client in select.select(clients, [], [], 10)[0]:
+                        got[client] += client.recv(65536)
+            self.assertTrue(all(b'[DONE]' in g for g in got.values()))
+
+    def test_the_program(self) -> None:
+        done = run('--list-modes', '--json', program=FIXTURE)
+        rows = json.loads(done.stdout)
+        self.assertEqual([r['mode'] for r in rows], list(fixture_server.MODES))
+        self.assertEqual(set(rows[0]), {'mode', 'group', 'sends', 'expect', 'source'})
+        self.assertIn('broken ', run('--list-modes', program=FIXTURE).stdout)
+        for args, status in ((['--mode', 'x'], 2), (['--port', '99999'], 2), (['--delay', '-1'], 2), (['--fragment', '0'], 2), (['--port', 'x'], 2),
+                             (['--certificate', 'missing'], 2)):
+            done = run(*args, program=FIXTURE, timeout=20)
+            self.assertEqual(done.returncode, status, args)
+            self.assertNotIn('Traceback', done.stderr)
+        with fixture() as url:
+            done = run('--port', url.split(':')[2].split('/')[0], program=FIXTURE)
+            self.assertEqual((done.returncode, done.stderr.count('\n'), done.stdout), (2, 1, ''))
+
+    def test_it_ends_quietly_and_listens_on_loopback_only(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            process = subprocess.Popen([sys.executable, FIXTURE, '--port', '0', '--fragment', 'random'], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                       text=True, env=environment())
+            assert process.stdout
+            port = int(process.stdout.readline().rsplit(':', 1)[1])
+            self.assertTrue(stream(f'http://127.0.0.1:{port}{fixture_server.PATH}', 'm', 'p')['ok'])
+            process.send_signal(number)
+            _, err = process.communicate(timeout=10)
+            self.assertEqual((process.returncode, err), (0, ''))
+        with fixture_server.server(0) as server:
+            self.assertEqual((server.server_address[0], server.mode, server.delay, server.server_port), ('127.0.0.1', 'ok', 0.05, server.server_address[1]))
+        for bad in ({'mode': 'x'}, {'port': 65536}, {'delay': 99}, {'fragment': 0}):
+            with self.assertRaises(ValueError):
+                fixture_server.server(**{'port': 0, **bad})  # type: ignore[arg-type]  # that is the point
+
+
+# --- README -------------------------------------------------------------------------------------------------------------
+
+
+def tables() -> dict[str, str]:
+    """The tables of the README that are generated from the code, by the name of their markers."""
+
+    def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+        lines = [head, ['---'] * len(head), *rows]
+        return '\n'.join('| ' + ' | '.join(cell.replace('|', '\\|') for cell in row) + ' |' for row in lines)
+
+    failures = sorted(FAILURES.items(), key=lambda item: ([*stream_client.BOUNDARIES, ''].index(item[1].boundary)))
+    return {
+        'failures': table(('boundary', 'code', 'meaning', 'hint'),
+                          ((k.boundary or 'the one reached', f'`{code}`', k.meaning, k.hint) for code, k in failures)),
+        'warnings': table(('warning', 'meaning'), ((f'`{code}`', text) for code, text in WARNINGS.items())),
+        'modes': table(('mode', 'sends', 'a correct client concludes', 'from'),
+                       ((f'`{name}`', m.sends, f'`{m.expect}`', m.source) for name, m in fixture_server.MODES.items())),
+    }
+
+
+def with_tables(text: str) -> str:
+    """The README with its generated tables renewed."""
+    for name in tables():
+        marked = re.compile(f'(<!-- table: {name} -->\n).*?(<!-- end -->)', re.DOTALL)
+        assert marked.search(text), f'README.md has no table {name}'
+        text = marked.sub(lambda m: f'{m[1]}{tables()[name]}\n{m[2]}', text)  # noqa: B023  # called at once
+    return text
+
+
+class ReadmeTest(Directory):
+    """What the README claims is what the code does."""
+
+    text = (ROOT / 'README.md').read_text()
+
+    def test_the_generated_tables_are_the_codes(self) -> None:
+        self.assertEqual(with_tables(self.text), self.text, 'run: python3 test_stream.py --write-tables')
+
+    def test_every_flag_is_mentioned_and_every_mentioned_flag_exists(self) -> None:
+        actions = stream_client.make_parser()._actions
+        flags = {o for a in actions for o in a.option_strings if o.startswith('--')} - {'--help'}
+        mentioned = set(re.findall(r'(?<![\w-])--[a-z][a-z-]+', self.text))
+        self.assertEqual(flags - mentioned, set())
+
+    def test_every_key_of_the_record_is_explained(self) -> None:
+        for key in RECORD_KEYS:
+            self.assertIn(f'`{key}`', self.text, key)
+
+    def test_the_python_examples(self) -> None:
+        examples = re.findall(r'```python\n(.*?)```', self.text, re.DOTALL)
+        self.assertEqual(len(examples), 3)
+        for example in examples:
+            with self.subTest(example.splitlines()[0]), fixture('ok') as url:
+                self.assertLess(len(example.splitlines()), 15)
+                if 'httpx' in example and not HAS_HTTPX:
+                    self.skipTest('httpx is not installed')
+                program = example.replace('http://127.0.0.1:8000/v1/chat/completions', url)
+                done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60,
+                                      env=environment(PYTHONPATH=str(ROOT)), cwd=self.here)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertIn('READY ✓', done.stdout)
+
+
+class AsyncTest(unittest.TestCase):
+    """The layers without I/O under asyncio, standard library only."""
+
+    def test_many_streams_in_one_loop(self) -> None:
+        async def ask(url: str, mode: str) -> str:
+            target = parse_url(url)
+            reader, writer = await asyncio.open_connection(target.host, target.port)
+            body = json.dumps({'model': f'mode:{mode}', 'stream': True}).encode()
+            writer.write(b'POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s' % (target.path.encode(), len(body), body))
+            head = await reader.readuntil(b'\r\n\r\n')
+            fields = [tuple(line.split(': ', 1)) for line in head.decode().split('\r\n')[1:-2]]
+            framed, chat = Body(framing_of(fields, False)), ChatCompletion()  # type: ignore[arg-type]  # pairs
+            try:
+                while not chat.done and not framed.end:
+                    raw = await reader.read(1000)
+                    list(chat.feed(framed.feed(raw)))
+                    if not raw:
+                        framed.feed_eof()
+                    if framed.failure and not chat.done:
+                        raise framed.failure
+                chat.end(framed.end)
+            except StreamFailure as failure:
+                return failure.code
+            finally:
+                writer.close()
+            return 'passed'
+
+        modes = [name for name, mode in fixture_server.MODES.items() if mode.group in ('whole answers', 'incomplete answers', 'chunk shapes')]
+
+        async def all_of_them(url: str) -> list[str]:
+            return await asyncio.gather(*(ask(url, mode) for mode in modes))
+
+        with fixture() as url:
+            outcomes = asyncio.run(all_of_them(url))
+        self.assertEqual(dict(zip(modes, outcomes, strict=True)), {mode: fixture_server.MODES[mode].expect for mode in modes})
+
+
+if __name__ == '__main__':
+    if sys.argv[1:] == ['--write-tables']:
+        path = ROOT / 'README.md'
+        path.write_text(with_tables(path.read_text()))
+    else:
+        unittest.main()
