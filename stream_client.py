@@ -788,22 +788,22 @@ class ChatCompletion:
             return ''
         self.seen += 1
         try:
-            kind = data.type if isinstance(data, Event) else 'message'
-            if kind == 'error':
-                self._error(data)
-            if data == '[DONE]':
-                self._move('done')
-                return ''
-            if kind != 'message':
-                self._warn('named_event')
-                return ''
-            if not data:
-                self._warn('empty_event')
-                return ''
-            self.data_events += 1
-            return self._chunk(self._parse(data))
+            if type(data) is str and data and data != '[DONE]':
+                self.data_events += 1
+                return self._chunk(self._parse(data))
+            return self._sentinel_or_ignored(data)
         except StreamFailure as failure:
             raise self._fail(failure) from None
+
+    def _sentinel_or_ignored(self, data: str) -> str:
+        kind = data.type if isinstance(data, Event) else 'message'
+        if kind == 'error':
+            self._error(data)
+        if data == '[DONE]':
+            self._move('done')
+        else:
+            self._warn('named_event' if kind != 'message' else 'empty_event')
+        return ''
 
     def end(self, body_end: str | None = None) -> None:
         """The verdict once the stream is over. ``body_end`` tells how the body ended (``Body.end``), None if unknown.
@@ -915,11 +915,12 @@ class ChatCompletion:
         return chunk
 
     def _chunk(self, chunk: dict[str, Any]) -> str:
-        choices, usage = chunk.get('choices'), chunk.get('usage')
-        if chunk.get('error') is not None or chunk.get('object') == 'error':
-            self._error(chunk.get('error') if chunk.get('error') is not None else chunk)
-        if not choices and (choices is None or choices == []):
-            if any(chunk.get(k) is not None for k in ('message', 'detail', 'code')):
+        kind, choices, usage = chunk.get('object'), chunk.get('choices'), chunk.get('usage')
+        if kind == 'error' or chunk.get('error') is not None:
+            self._error(chunk['error'] if chunk.get('error') is not None else chunk)
+        without = choices is None or choices == []
+        if without:
+            if any(chunk.get(name) is not None for name in ('message', 'detail', 'code')):
                 self._error(chunk)
             if choices is None and usage is None:
                 self._warn('empty_chunk')
@@ -927,21 +928,20 @@ class ChatCompletion:
             for choice in choices:
                 if type(choice) is dict and choice.get('error') is not None:
                     self._error(choice['error'])
-        self._head_members(chunk)
+        if kind != 'chat.completion.chunk' or chunk.get('model') != self.model or 'system_fingerprint' in chunk:
+            self._head_members(chunk)
         if usage is not None:
             self._usage(usage)
-        if not choices and (choices is None or choices == []):
-            self._other_id(chunk.get('id'))
-            return ''
-        choice = self._choice(choices)
-        delta = choice.get('delta')
-        content = self._delta(delta) if delta is not None else ''
-        finish = choice.get('finish_reason')
+        choice = {} if without else self._choice(choices)
+        delta, finish = choice.get('delta'), choice.get('finish_reason')
+        content = '' if delta is None else self._delta(delta)
         if content:
-            self._move('text')
-            self._text_id(chunk.get('id'))
+            if self.state != 'open':
+                self._move('text')
+            if chunk.get('id') != self.text_id:
+                self._text_id(chunk.get('id'))
             content = self._text(content)
-        else:
+        elif chunk.get('id') != self.id:
             self._other_id(chunk.get('id'))
         if finish is not None:
             self._finish(finish)
@@ -1031,7 +1031,7 @@ class ChatCompletion:
         return content or ''
 
     def _text_id(self, given: Any) -> None:
-        if given is None or given == '' or given == self.text_id:
+        if given is None or given == '':
             return
         if self.text_id is not None:
             if 'id_changed' not in self.policy.tolerate:
@@ -1043,7 +1043,7 @@ class ChatCompletion:
         self.id = self.text_id = given
 
     def _other_id(self, given: Any) -> None:
-        if given is None or given == '' or given == self.id:
+        if given is None or given == '':
             return
         if self.id is not None:
             self._warn('id_differs')
