@@ -12,15 +12,21 @@ and HOLD; without one the connection is closed in good order.
 from __future__ import annotations
 
 import argparse
+import base64
+import concurrent.futures
 import contextlib
 import gzip
+import itertools
 import json
+import os
 import random
 import re
+import shutil
 import signal
 import socket
 import ssl
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -38,15 +44,20 @@ FIELD = 'X-Stream-Fixture'
 
 PAUSE = -1.0
 RESET, HOLD = 'reset', 'hold'
+RANDOM, REPLAY = 'random', 'replay'  # modes of the server that are no rows of the catalogue
 Step = bytes | float | str
 
 
 class Request(NamedTuple):
-    """What a mode may know of the request: the id that its chunks carry and the model's name, JSON-escaped, and its key."""
+    """What a mode may know of the request: the id that its chunks carry and the model's name, JSON-escaped, its key.
+
+    ``again`` tells whether the same mode was asked for moments ago, by a client that tries again.
+    """
 
     id: bytes
     model: bytes
     key: str
+    again: bool = False
 
     def fill(self, piece: bytes) -> bytes:
         """The piece with ``$ID`` and ``$MODEL`` replaced."""
@@ -681,6 +692,8 @@ group(
     ('cut-in-chunk-end', 'body_cut', 'closed between the CR and LF behind a chunk', 'RFC 9112 section 8',
      chunks(*START, end=(framed(STOP)[:-1],))),
     ('cut-before-last-chunk', 'body_cut', 'closed before the last chunk', 'llama-server, killed', chunks(*START, end=())),
+    ('cut-once', 'body_cut', 'cut after the text; asked again within two seconds, the whole answer', 'HKUDS/nanobot#4038',
+     lambda request: chunks(*START, *(END if request.again else ()), end=(LAST,) if request.again else ())(request)),
     ('cut-after-finish', 'body_cut', 'closed after finish and usage, no last chunk', 'theopenco/llmgateway#1901',
      chunks(*START, STOP, USAGE, end=())),
     ('done-cut-in-chunk', 'body_cut', 'the chunk with [DONE] is cut inside it', 'RFC 9112 section 8',
@@ -765,9 +778,23 @@ class FixtureServer(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def __init__(self, port: int, mode: str, delay: float, fragment: int | str | None, seed: int, tls: ssl.SSLContext | None) -> None:
-        self.mode, self.delay, self.fragment, self.tls = mode, delay, fragment, tls
-        self.random = random.Random(seed)  # noqa: S311  # repeatable cuts, no secret
+        self.mode, self.delay, self.fragment, self.tls, self.seed = mode, delay, fragment, tls, seed
+        self.replayed: Callable[[Request], Iterable[Step]] | None = None
+        self._numbers = itertools.count(1)
+        self._asked: dict[str, float] = {}
         super().__init__(('127.0.0.1', port), Handler)
+
+    def draw(self) -> tuple[int, random.Random]:
+        """The ordinal of a request and its own source of randomness, the same for the same seed."""
+        number = next(self._numbers)
+        return number, random.Random(f'{self.seed} {number}')  # noqa: S311  # repeatable, no secret
+
+    def again(self, name: str) -> bool:
+        """Whether this mode was asked for within the last two seconds."""
+        now = time.monotonic()
+        before = self._asked.get(name, -10.0)
+        self._asked[name] = now
+        return now - before < 2.0
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that left is no event worth a traceback; anything else is one line."""
@@ -808,7 +835,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """The one endpoint."""
         length = self.headers.get('Content-Length', '')
-        if self.path != PATH:
+        if self.path.partition('?mode=')[0] != PATH:
             self._refuse(404, f'only POST {PATH} is here')
         elif not re.fullmatch('[0-9]{1,18}', length):
             self._refuse(411, 'Content-Length is missing or malformed')
@@ -827,21 +854,29 @@ class Handler(BaseHTTPRequestHandler):
         if not isinstance(model, str) or body.get('stream') is not True:
             self._refuse(400, 'the request must be an object with stream true and a model')
             return
-        name = model[5:] if model.startswith('mode:') else self.server.mode
-        if name not in MODES:
+        name = self.path.partition('?mode=')[2] or (model[5:] if model.startswith('mode:') else self.server.mode)
+        number, rng = self.server.draw()
+        if name == RANDOM:
+            name = rng.choice(list(MODES))
+            print(f'request {number}: mode {name}', file=sys.stderr, flush=True)
+        if name not in MODES and name != REPLAY:
             self._refuse(404, f'there is no mode {name[:80]!a}')
             return
         given = re.sub('[^A-Za-z0-9._-]', '', self.headers.get('X-Request-Id', ''))[:128]
         key = re.sub('[^!-~]', '', self.headers.get('Authorization', '').removeprefix('Bearer '))[:200] or 'no-key-given'
+        request = Request(given.encode() or b'fixture', json.dumps(model)[1:-1].encode(), key, self.server.again(name))
         self.close_connection = True
         with contextlib.suppress(OSError):
-            self._answer(MODES[name], Request(given.encode() or b'fixture', json.dumps(model)[1:-1].encode(), key))
+            if name == REPLAY and self.server.replayed:
+                self._answer(self.server.replayed(request), False, rng)
+            else:
+                self._answer(MODES[name].steps(request), MODES[name].group == 'size', rng)
 
-    def _answer(self, mode: Mode, request: Request) -> None:
+    def _answer(self, steps: Iterable[Step], large: bool, rng: random.Random) -> None:
         connection = self.connection
-        for step in mode.steps(request):
+        for step in steps:
             if isinstance(step, bytes):
-                for piece in self._cut(step, 4096 if mode.group == 'size' or len(step) > 4096 else 1):
+                for piece in self._cut(step, 4096 if large or len(step) > 4096 else 1, rng):
                     connection.sendall(piece)
             elif isinstance(step, float):
                 time.sleep(self.server.delay if step == PAUSE else step)
@@ -856,11 +891,11 @@ class Handler(BaseHTTPRequestHandler):
                 return
         self._part()
 
-    def _cut(self, data: bytes, least: int) -> Iterator[bytes]:
+    def _cut(self, data: bytes, least: int, rng: random.Random) -> Iterator[bytes]:
         """One write as several: of ``fragment`` bytes, or of random lengths; large ones no finer than ``least`` bytes."""
         fragment, at = self.server.fragment, 0
         while at < len(data):
-            size = len(data) if fragment is None else self.server.random.randint(1, 40) if fragment == 'random' else int(fragment)
+            size = len(data) if fragment is None else rng.randint(1, 40) if fragment == 'random' else int(fragment)
             size = max(size, least)
             yield data[at : at + size]
             at += size
@@ -912,14 +947,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def server(port: int = 18080, mode: str = 'ok', delay: float = 0.05, *, fragment: int | str | None = None, seed: int = 0,
-           certificate: str | None = None, key: str | None = None) -> FixtureServer:
+           certificate: str | None = None, key: str | None = None, replay: str | None = None) -> FixtureServer:
     """A fixture bound to 127.0.0.1 (``.server_port``, ``.mode``, ``.delay``); call ``serve_forever`` to run it.
 
     ``port`` 0 picks a free one; ``delay`` is the pause around text, in seconds; ``fragment`` cuts every write into pieces of
     so many bytes, or ``random`` lengths drawn with ``seed``; ``certificate`` and ``key`` (PEM files) make it HTTPS.
+    The mode ``random`` answers each request with one drawn with ``seed`` and logs which; ``replay`` names a capture or a plain
+    body file that every request is answered with, unless its model names a mode.
     Raises ValueError for an unknown mode or a value out of range, OSError when the port is taken or a file cannot be read.
     """
-    if mode not in MODES:
+    if mode not in MODES and mode != RANDOM:
         raise ValueError(f'there is no mode {mode!r}')
     if not 0 <= port <= 65535:
         raise ValueError('the port must be from 0 to 65535')
@@ -931,7 +968,116 @@ def server(port: int = 18080, mode: str = 'ok', delay: float = 0.05, *, fragment
     if certificate is not None:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(certificate, key)
-    return FixtureServer(port, mode, delay, fragment, seed, tls)
+    steps = None if replay is None else replayed(replay)
+    made = FixtureServer(port, mode if steps is None else REPLAY, delay, fragment, seed, tls)
+    made.replayed = steps
+    return made
+
+
+def replayed(path: str) -> Callable[[Request], Iterable[Step]]:
+    """The recorded answer in a file: a capture of the client, with its timing, or plain body bytes (``curl -sN > FILE``).
+
+    A capture is JSON lines: first the head (``capture``, ``status``, ``headers``), then a line a read (``ms`` since the head,
+    and ``text``, or ``base64`` where it is not UTF-8), last how it ended (``end``, ``outcome``). Raises OSError, or ValueError for a
+    capture that is malformed.
+    """
+    with open(path, 'rb') as file:
+        data = file.read()
+    if not data.startswith(b'{"capture":'):
+        return chunks(*[data] if data else [])
+    try:
+        first, *lines = [json.loads(line) for line in data.splitlines()]
+        fields = [f'{k}: {v}' for k, v in first['headers'].items() if k not in ('transfer-encoding', 'content-length', 'connection')]
+        reads = [(float(line['ms']), line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True))
+                 for line in lines if 'end' not in line]
+        last = lines[-1] if lines and 'end' in lines[-1] else {'end': None}
+        start = head(*fields, CHUNKED, status=f'{int(first["status"])} Replayed')
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f'{path} is a malformed capture') from None
+
+    def run(_request: Request) -> Iterator[Step]:
+        yield start
+        at = 0.0
+        for ms, read in reads:
+            yield max(0.0, min(ms - at, HOLD_S * 1000) / 1000)
+            at = ms
+            yield framed(read)
+        if last['end'] in ('last_chunk', 'length', 'closed'):
+            yield LAST
+        elif last.get('outcome') == 'connection_reset':
+            yield RESET
+        elif last['end'] == 'open' or last.get('outcome') in ('idle_timeout', 'deadline', 'first_text_timeout', 'stall_timeout'):
+            yield HOLD
+
+    return run
+
+
+# --- judging any client ---------------------------------------------------------------------------------------------------
+
+
+class Judged(NamedTuple):
+    """What a client made of one mode: ``verdict`` is agrees, false success, false failure or hang; ``seconds`` it took."""
+
+    mode: str
+    expect: str
+    verdict: str
+    seconds: float
+
+
+def judge(ask: Callable[[str, str, str], bool | None], *, jobs: int = 2, modes: Sequence[str] = (), fragment: int | str | None = None,
+          seed: int = 0, certificate: str | None = None, key: str | None = None, told: Callable[[Judged], object] = lambda _: None,
+          ) -> list[Judged]:
+    """Hold a client against the catalogue.
+
+    ``ask(url, model, mode)`` is called once per mode, in ``jobs`` threads, and returns whether the client took the answer for
+    complete, None if it did not come to an end in time (a hang). ``told`` is called with each result as it comes.
+    """
+
+    lock = threading.Lock()
+
+    def one(name: str) -> Judged:
+        start = time.monotonic()
+        took = ask(url, f'mode:{name}', name)
+        passes = MODES[name].expect == 'passed'
+        verdict = 'hang' if took is None else 'agrees' if took == passes else 'false failure' if passes else 'false success'
+        result = Judged(name, MODES[name].expect, verdict, round(time.monotonic() - start, 2))
+        with lock:
+            told(result)
+        return result
+
+    names = list(modes or MODES)
+    fixture = server(0, 'ok', 0.02, fragment=fragment, seed=seed, certificate=certificate, key=key)
+    url = f'http{"s" if certificate else ""}://127.0.0.1:{fixture.server_port}{PATH}'
+    thread = threading.Thread(target=fixture.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            # Those about time first: they sleep while the others work.
+            order = sorted(names, key=lambda n: MODES[n].group != 'time')
+            found = {r.mode: r for r in pool.map(one, order)}
+    finally:
+        fixture.shutdown()
+        fixture.server_close()
+    return [found[name] for name in names]
+
+
+def command(words: Sequence[str], limit: float) -> Callable[[str, str, str], bool | None]:
+    """A client that is a command: exit status 0 means that it took the answer for complete; killed after ``limit`` seconds."""
+
+    def ask(url: str, model: str, mode: str) -> bool | None:
+        filled = [w.replace('{url}', url).replace('{model}', model).replace('{mode}', mode) for w in words]
+        process = subprocess.Popen(filled, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                   start_new_session=True, env={**os.environ, 'MODEL_API_KEY': 'fixture-key-0123456789'})
+        try:
+            return process.wait(limit) == 0
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
+            process.wait()
+
+    return ask
 
 
 def mode_rows() -> list[dict[str, str]]:
@@ -944,11 +1090,53 @@ def _fragment(text: str) -> int | str:
     return text if text == 'random' else int(text)
 
 
+def _print_modes(as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(mode_rows(), indent=1))
+    else:
+        for row in mode_rows():
+            print(f'{row["mode"]:24} {row["expect"]:20} {row["sends"]} [{row["source"]}]')
+
+
+def _judge_command(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """``--judge``: a line a mode and the counts on stdout, progress on stderr; 0 only when all agree, 2 for bad arguments."""
+    modes = args.modes.split(',') if args.modes else []
+    if not words or shutil.which(words[0]) is None:
+        print('fixture_server.py: --judge: behind -- there must be a command that can be run', file=sys.stderr)
+        return 2
+    unknown = [m for m in modes if m not in MODES]
+    if unknown or not 1 <= args.jobs <= 64 or not 0 < args.limit <= HOLD_S:
+        print(f'fixture_server.py: unknown mode {unknown[0][:80]!a}' if unknown else
+              f'fixture_server.py: --jobs is from 1 to 64, --limit above 0 and at most {HOLD_S:g}', file=sys.stderr)
+        return 2
+    done = itertools.count(1)
+    total = len(modes or MODES)
+
+    def told(result: Judged) -> None:
+        print(f'{next(done)}/{total} {result.mode}: {result.verdict}', file=sys.stderr, flush=True)
+
+    try:
+        results = judge(command(words, args.limit), jobs=args.jobs, modes=modes, fragment=args.fragment, seed=args.seed,
+                        certificate=args.certificate, key=args.key, told=told)
+    except (ValueError, OSError) as exc:
+        print(f'fixture_server.py: {exc}', file=sys.stderr)
+        return 2
+    counts = {v: sum(r.verdict == v for r in results) for v in ('agrees', 'false success', 'false failure', 'hang')}
+    if args.json:
+        print(json.dumps({'command': list(words), 'counts': counts, 'modes': [r._asdict() for r in results]}, indent=1))
+    else:
+        for r in results:
+            print(f'{r.verdict:14} {r.mode:26} expected {r.expect}')
+        print(f'{total} modes: ' + ', '.join(f'{n} {v}' for v, n in counts.items()))
+    return 0 if counts['agrees'] == total else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; exit status 0, or 2 for arguments it refuses or a port that is taken."""
     parser = argparse.ArgumentParser(prog='fixture_server.py', allow_abbrev=False, description=__doc__.split('\n')[0])
     parser.add_argument('--port', type=int, default=18080, help='0 picks a free one (default 18080)')
-    parser.add_argument('--mode', default='ok', help='default ok; a request may name its own with the model mode:NAME')
+    parser.add_argument('--mode', default='ok', help='default ok; random draws one for each request; a request '
+                        'may name its own with the model mode:NAME')
     parser.add_argument('--delay', type=float, default=0.05, metavar='S', help='pause around text (default 0.05)')
     parser.add_argument('--fragment', type=_fragment, metavar='N|random', help='cut every write into pieces of so many bytes')
     parser.add_argument('--seed', type=int, default=0, metavar='N', help='for what is random')
@@ -956,17 +1144,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--key', metavar='FILE', help="PEM; the certificate's key, where it is in another file")
     parser.add_argument('--list-modes', action='store_true', help='what each mode sends and what must be concluded')
     parser.add_argument('--json', action='store_true', help='with --list-modes: a JSON array')
-    args = parser.parse_args(argv)
+    parser.add_argument('--replay', metavar='FILE', help="answer with a recorded body: the client's --capture, or plain bytes")
+    parser.add_argument('--judge', action='store_true', help='run the command behind -- once per mode, with {url}, {model} and {mode} '
+                        'replaced; exit status 0 means that it took the answer for complete')
+    parser.add_argument('--jobs', type=int, default=4, metavar='N', help='with --judge: how many at once (default 4)')
+    parser.add_argument('--limit', type=float, default=20.0, metavar='S', help='with --judge: for one mode (default 20)')
+    parser.add_argument('--modes', metavar='NAME[,...]', help='with --judge: only these')
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index('--') if '--' in words else len(words)
+    args = parser.parse_args(words[:at])
     if args.list_modes:
-        if args.json:
-            print(json.dumps(mode_rows(), indent=1))
-        else:
-            for row in mode_rows():
-                print(f'{row["mode"]:24} {row["expect"]:20} {row["sends"]} [{row["source"]}]')
+        _print_modes(args.json)
         return 0
+    if args.judge or words[at + 1 :]:
+        return _judge_command(args, words[at + 1 :])
     try:
-        fixture = server(args.port, args.mode, args.delay, fragment=args.fragment, seed=args.seed,
-                         certificate=args.certificate, key=args.key)
+        fixture = server(args.port, args.mode, args.delay, fragment=args.fragment, seed=args.seed, certificate=args.certificate,
+                         key=args.key, replay=args.replay)
     except (ValueError, OSError) as exc:
         what = f'port {args.port} or a file cannot be used: {exc.strerror}' if isinstance(exc, OSError) else exc
         print(f'fixture_server.py: {what}', file=sys.stderr)

@@ -30,6 +30,7 @@ if __name__ == '__main__':  # Ctrl-C while the imports below run ends the proces
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 import argparse
+import base64
 import codecs
 import errno
 import hashlib
@@ -182,6 +183,7 @@ WARNINGS = {
     'max_tokens_exceeded': 'usage counts more tokens than max_tokens',
     'replacement_character': 'the text holds U+FFFD: something upstream replaced bytes that were not UTF-8',
     'after_done': 'events came after [DONE] and were ignored',
+    'capture_incomplete': 'the capture could not be written to its end',
     'unclean_end': 'the body did not end as its framing says, after [DONE]',
 }
 TOLERABLE = ('no_done', 'id_changed', 'missing_index')
@@ -1648,6 +1650,55 @@ class Evidence:
             os.close(fd)
 
 
+class Capture:
+    """The received body as it arrives, one JSON line a read, each written at once, so that a killed run keeps its evidence.
+
+    The first line is the head, ``{"capture": 1, "status": ..., "headers": {...}}`` with harmless fields only; then a line a
+    read, ``{"ms": since the head, "text": ...}`` or ``"base64"`` where it is not UTF-8; the last says how it ended,
+    ``{"end": ..., "outcome": ..., "ms": ...}``. The key is masked with equal length, also where reads cut it: what may be
+    its start waits for the next read. Raises Refused; a write that fails ends the capture (``broken``), never the run.
+    """
+
+    def __init__(self, path: str, key: str) -> None:
+        self.path, self.key, self.broken = path, key.encode() if len(key) >= 8 else b'', False
+        self._held = b''
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except (OSError, ValueError) as exc:
+            raise Refused('capture', f'{escaped(path)} cannot be created: {getattr(exc, "strerror", None) or exc}') from None
+
+    def line(self, value: Mapping[str, Any]) -> None:
+        """Write one line."""
+        try:
+            left = memoryview(to_json(value, one_line=True).encode())
+            while left and not self.broken:
+                left = left[os.write(self._fd, left) :]
+        except OSError:
+            self.broken = True
+
+    def read(self, ms: float, data: bytes, last: bool = False) -> None:
+        """Write what one read brought, ``ms`` milliseconds after the head."""
+        data, self._held = (self._held + data).replace(self.key, b'*' * len(self.key)) if self.key else data, b''
+        held = 0 if last else next((n for n in range(len(self.key) - 1, 0, -1) if data.endswith(self.key[:n])), 0)
+        data, self._held = data[: len(data) - held], data[len(data) - held :] if held else b''
+        if data:
+            try:
+                self.line({'ms': ms, 'text': data.decode()})
+            except UnicodeDecodeError:
+                self.line({'ms': ms, 'base64': base64.b64encode(data).decode()})
+
+    def end(self, record: Mapping[str, Any]) -> None:
+        """Write the last line."""
+        self.read(record['duration_ms'], b'', last=True)
+        self.line({'end': record['delivery']['body_end'], 'outcome': record['outcome'], 'ms': record['duration_ms']})
+        os.close(self._fd)
+
+    def drop(self) -> None:
+        """Remove the file: the run was refused."""
+        os.close(self._fd)
+        os.unlink(self.path)
+
+
 # --- run ----------------------------------------------------------------------------------------------------------------
 
 
@@ -1857,6 +1908,7 @@ class ChatStream:
             ('status', 'http_version', 'id', 'id_carries_run_id', 'model', 'system_fingerprint', 'headers', 'interim', 'peer',
              'tls_version', 'certificate_sha256', 'certificate_expires', 'server_error', 'body_excerpt'))
         self.synthetic = False
+        self.capture: Capture | None = None  # set by whoever wants one, before the run
         self._record: dict[str, Any] | None = None
         self._texts = self._run()
 
@@ -1976,6 +2028,8 @@ class ChatStream:
         self.response.update(
             status=response.status, http_version='1.0' if response.version == 10 else '1.1', interim=interim,
             headers={k.lower(): self.secret.quote(v) for k, v in fields if k.lower() in RECORDED_FIELDS})
+        if self.capture:
+            self.capture.line({'capture': 1, 'status': response.status, 'headers': self.response['headers']})
         if response.status != 200:
             self._refuse_status(wire, response, fields)
         return fields
@@ -2063,7 +2117,7 @@ class ChatStream:
     def _note(self, data: bytes, at: float, content_before: int, events_before: int) -> None:
         """Book one read: all that came in it shares its time."""
         chat, marks = self.chat, self.marks
-        self.digest.update(data)
+        self._keep(data, at)
         self.reads += bool(data)
         previous = marks.get('last_byte', marks['head'])
         if data:
@@ -2086,6 +2140,13 @@ class ChatStream:
         self.clock.boundary = stage or 'framing'
         self.clock.phase = 'waiting for [DONE]' if chat.finish_reason else 'waiting for more of the body'
 
+    def _keep(self, data: bytes, at: float) -> None:
+        self.digest.update(data)
+        if self.capture and data:
+            self.capture.read(round((at - self.marks['head']) * 1000, 3), data)
+            if self.capture.broken:
+                self.chat.warnings['capture_incomplete'] = 1
+
     def _progress(self, at: float, events_before: int) -> None:
         if self.chat.data_events > events_before:
             self.clock.event_at = at
@@ -2098,7 +2159,7 @@ class ChatStream:
             while not body.end and not body.failure:
                 raw = wire.read()
                 data = body.feed(raw)
-                self.digest.update(data)
+                self._keep(data, wire.read_at)
                 for _ in self.chat.feed(data):
                     pass
                 if not raw:
@@ -2432,6 +2493,7 @@ def make_parser() -> argparse.ArgumentParser:
     add('--fail-on', type=_listed, metavar='WARNING[,...]', help='fail where there is this warning, or all')
     for name in LIMITS:
         add('--' + name.replace('_', '-'), type=_whole, metavar='N', help=f'default {DEFAULTS[name]}')  # type: ignore[literal-required]
+    add('--capture', metavar='FILE', help='keep the body as it arrives, created exclusively')
     add('--run-id', metavar='ID', help='sent as X-Request-Id (default: a new one)')
     add('--label', type=_utf8, metavar='TEXT', help='recorded: what this run is one of')
     add('--note', type=_utf8, metavar='KEY=VALUE', action='append', default=[], help='recorded; may be repeated')
@@ -2552,7 +2614,14 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
         signals.disarm()
     if args.output is None:
         args.output = f'stream-{re.sub("[:-]", "", run.started_at)}-{os.urandom(4).hex()}.json'
-    evidence = Evidence(os.path.abspath(args.output), to_json(run.record)) if args.output != '-' else None
+    if args.capture is not None:
+        run.capture = Capture(args.capture, run.secret.key)
+    try:
+        evidence = Evidence(os.path.abspath(args.output), to_json(run.record)) if args.output != '-' else None
+    except Refused:
+        if run.capture:
+            run.capture.drop()
+        raise
     return args, run, evidence, fixture
 
 
@@ -2572,6 +2641,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + exc.number
     view = View(sys.stderr, args.show_text or args.fixture is not None or _is_terminal(sys.stderr))
     number = _carry_out(run, signals, view)
+    if run.capture:
+        run.capture.end(run.record)
     if fixture is not None:
         fixture.shutdown()
     return _report(run.record, evidence, args.output, view, 128 + number if number else 0 if run.record['ok'] else 1)

@@ -78,7 +78,7 @@ LONG = os.environ.get('STREAM_LONG') == '1'
 
 def environment(**more: str) -> dict[str, str]:
     """The environment without what would change a run."""
-    left_out = ('MODEL_API_KEY', 'NO_COLOR', 'SSLKEYLOGFILE')
+    left_out = ('MODEL_API_KEY', 'NO_COLOR', 'SSLKEYLOGFILE', 'TERM')
     return {k: v for k, v in os.environ.items() if k not in left_out} | {'PYTHONDONTWRITEBYTECODE': '1'} | more
 
 
@@ -1800,10 +1800,11 @@ class CommandTest(Directory):
 
     def test_the_fixture_is_not_needed_beside_the_client(self) -> None:
         (self.here / 'stream_client.py').write_bytes(Path(CLIENT).read_bytes())
-        done = run('--fixture', 'ok', program=str(self.here / 'stream_client.py'), cwd=self.here)
+        unmeasured = {name: '' for name in os.environ if name.startswith('COVERAGE')}  # of a file that will be gone
+        done = run('--fixture', 'ok', program=str(self.here / 'stream_client.py'), cwd=self.here, env=unmeasured)
         self.assertEqual((done.returncode, done.stderr), (2, 'stream_client.py: --fixture: needs fixture_server.py beside this file\n'))
         with fixture() as url:
-            self.assertEqual(run('--url', url, '--model', 'm', '--output', '-', program=str(self.here / 'stream_client.py')).returncode, 0)
+            self.assertEqual(run('--url', url, '--model', 'm', '--output', '-', program=str(self.here / 'stream_client.py'), env=unmeasured).returncode, 0)
             done = subprocess.run([sys.executable, '-', '--url', url, '--model', 'm', '--output', '-'], input=Path(CLIENT).read_text(), text=True,
                                   capture_output=True, env=environment(), cwd=self.here, timeout=30)
         self.assertEqual((done.returncode, json.loads(done.stdout)['client']['source_sha256']), (0, None), done.stderr)
@@ -2043,6 +2044,171 @@ class FixtureTest(Directory):
         for bad in ({'mode': 'x'}, {'port': 65536}, {'delay': 99}, {'fragment': 0}):
             with self.assertRaises(ValueError):
                 fixture_server.server(**{'port': 0, **bad})  # type: ignore[arg-type]  # that is the point
+
+
+# --- the judge ----------------------------------------------------------------------------------------------------------
+
+
+def naive(url: str, model: str, fault: str = '', idle: float = 2.0, deadline: float = 4.0) -> bool:
+    """A plain client of some care, and with one fault where one is named: whether it takes the answer for complete."""
+    start, raw, cut_short = time.monotonic(), b'', False
+    host, path = url.split('/')[2], '/' + url.split('/', 3)[3]
+    connection = http.client.HTTPConnection(host, timeout=idle)
+    try:
+        connection.request('POST', path, json.dumps({'model': model, 'stream': True, 'messages': []}))
+        response = connection.getresponse()
+        if response.status in (301, 302, 307) and fault == 'follows_redirects':
+            return naive(f'http://{host}{response.headers["Location"]}', model)
+        if (response.status != 200 and fault != 'ignores_status') or (
+                not response.headers.get('Content-Type', '').lower().startswith('text/event-stream') and fault != 'ignores_content_type'):
+            return False
+        while b'[DONE]\r\n\r\n' not in raw:
+            if time.monotonic() - start > deadline and fault != 'no_deadline':
+                return False
+            piece = response.read1(65536)
+            raw += piece
+            if not piece:
+                cut_short = bool(response.length)
+                break
+    except (OSError, http.client.HTTPException):
+        cut_short = True
+    finally:
+        connection.close()
+    if cut_short and fault == 'restarts_and_appends':
+        return naive(url, model)
+    try:
+        return naive_verdict(raw.decode('utf-8', 'replace' if fault == 'replaces_bad_utf8' else 'strict'), fault, cut_short)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def naive_events(text: str, fault: str) -> list[tuple[str, str]]:
+    """Type and data of the events that the plain client finds in a body."""
+    lines = text.splitlines() if fault == 'splits_on_u2028' else re.split('\r\n|\r|\n', text)
+    lines = [*lines, ''] if fault == 'flushes_the_last_event' else lines if fault == 'splits_on_u2028' else lines[:-1]
+    events, kind = [], ''
+    buffer: list[str] = []
+    for line in lines:
+        name, _, value = line.partition(':')
+        if not line:
+            events += [(kind, '\n'.join(buffer))] if buffer else []
+            buffer, kind = [], ''
+        elif name == 'data':
+            buffer.append(value.removeprefix(' '))
+        elif name == 'event':
+            kind = value.strip()
+    return events
+
+
+def naive_verdict(text: str, fault: str, cut_short: bool) -> bool:
+    """What the plain client makes of a body."""
+    answer, finish, done, identity = '', None, False, None
+    for kind, value in naive_events(text, fault):
+        if value == '[DONE]':
+            done = True
+            break
+        if not value:
+            continue
+        try:
+            found = json.loads(value)
+        except ValueError:
+            if fault == 'drops_malformed_events':
+                continue
+            return False
+        if (kind == 'error' or found.get('error') is not None or (not found.get('choices') and 'message' in found)) and fault != 'ignores_errors':
+            return False
+        for choice in (found.get('choices') or [])[: 1 if fault == 'looks_at_the_first_choice' else None]:
+            delta = choice.get('delta') or {}
+            if (choice.get('index') or ('content' in delta and len(found['choices']) > 1)) and fault != 'looks_at_the_first_choice':
+                return False
+            if delta.get('tool_calls') and fault != 'ignores_tool_calls':
+                return False
+            if delta.get('content') and finish and fault != 'appends_after_the_finish':
+                return False
+            if delta.get('content') and found.get('id') and fault != 'ignores_ids':
+                if identity not in (None, found['id']):
+                    return False
+                identity = found['id']
+            answer += delta.get('content') or ''
+            finish = choice.get('finish_reason') or finish
+    if not answer.strip() and fault != 'accepts_white_space':
+        return False
+    if fault == 'takes_the_end_for_done' and not cut_short:
+        return True
+    if fault == 'trusts_a_short_body' and cut_short and finish == 'stop':
+        return True
+    return done and (finish == 'stop' or fault == 'takes_done_alone' or (fault == 'ignores_the_reason' and finish is not None))
+
+
+# Each fault, with the modes that are meant to catch it.
+WRONG_CLIENTS = {
+    'takes_the_end_for_done': ('broken', 'close-midway', 'cut-in-event', 'eof-after-finish'),
+    'takes_done_alone': ('done-without-finish', 'finish-alias'),
+    'ignores_the_reason': ('length', 'content-filter', 'abort', 'network-error'),
+    'ignores_errors': ('error-after-stop', 'error-empty', 'error-flat'),
+    'drops_malformed_events': ('malformed', 'json-cut', 'ping-as-data'),
+    'splits_on_u2028': ('separators',),
+    'replaces_bad_utf8': ('bad-utf8', 'latin-1', 'overlong-utf8'),
+    'flushes_the_last_event': ('done-not-ended', 'done-one-newline'),
+    'follows_redirects': ('redirect-moved',),
+    'trusts_a_short_body': ('cut-after-finish', 'done-cut-in-chunk'),
+    'restarts_and_appends': ('cut-once',),
+    'no_deadline': ('endless-comments', 'drip-line'),
+    'ignores_status': ('http-500-streamed', 'http-201'),
+    'ignores_content_type': ('plain-200', 'no-type'),
+    'ignores_tool_calls': ('tool-call',),
+    'accepts_white_space': ('spaces-only',),
+    'appends_after_the_finish': ('text-after-finish',),
+    'looks_at_the_first_choice': ('choices-two', 'index-one'),
+    'ignores_ids': ('id-changed', 'stitched'),
+}
+
+
+def patient(call: Callable[[], bool], seconds: float) -> bool | None:
+    """What a client that is a Python function says, None if it says nothing in time."""
+    said: list[bool] = []
+    thread = threading.Thread(target=lambda: said.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return said[0] if said else None
+
+
+class JudgeTest(unittest.TestCase):
+    """The judge is judged: deliberately wrong clients, one fault each, are caught by the modes meant for them."""
+
+    def test_the_plain_client_without_a_fault_agrees(self) -> None:
+        modes = sorted({mode for modes in WRONG_CLIENTS.values() for mode in modes} | {'ok', 'lf', 'content-length', 'http-1-0', 'reasoning'})
+        for result in fixture_server.judge(lambda url, model, _: patient(lambda: naive(url, model), 9), jobs=16, modes=modes):
+            self.assertEqual(result.verdict, 'agrees', result)
+
+    def test_each_fault_is_caught(self) -> None:
+        self.assertGreaterEqual(len(WRONG_CLIENTS), 12)
+
+        def caught(fault: str) -> list[fixture_server.Judged]:
+            def ask(url: str, model: str, _mode: str) -> bool | None:
+                return patient(lambda: naive(url, model, fault), 6)
+
+            return fixture_server.judge(ask, jobs=4, modes=WRONG_CLIENTS[fault])
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for fault, results in zip(WRONG_CLIENTS, pool.map(caught, WRONG_CLIENTS), strict=True):
+                want = 'hang' if fault == 'no_deadline' else 'false failure' if fault == 'splits_on_u2028' else 'false success'
+                self.assertEqual({r.mode: r.verdict for r in results}, dict.fromkeys(WRONG_CLIENTS[fault], want), fault)
+
+    def test_the_command(self) -> None:
+        modes = 'ok,broken,stall-before-head'
+        own = [sys.executable, CLIENT, '--url', '{url}', '--model', '{model}', '--output', '-', '--idle', '2', '--deadline', '5']
+        done = run('--judge', '--modes', modes, '--json', '--', *own, program=FIXTURE)
+        self.assertEqual((done.returncode, json.loads(done.stdout)['counts']), (0, {'agrees': 3, 'false success': 0, 'false failure': 0, 'hang': 0}))
+        self.assertEqual(sorted(re.sub('^[0-9]/3 ', '', line) for line in done.stderr.splitlines()),
+                         ['broken: agrees', 'ok: agrees', 'stall-before-head: agrees'])
+        wrong = [sys.executable, '-c', 'import sys, time; time.sleep(30 if "stall" in sys.argv[1] else 0); sys.exit(sys.argv[1] == "ok")', '{mode}']
+        done = run('--judge', '--modes', modes, '--limit', '1', '--', *wrong, program=FIXTURE)
+        self.assertEqual((done.returncode, done.stdout.splitlines()[-1]), (1, '3 modes: 0 agrees, 1 false success, 1 false failure, 1 hang'))
+        for args in (['--judge'], ['--judge', '--'], ['--judge', '--', 'no-such-command'], ['--judge', '--modes', 'x', '--', 'true'],
+                     ['--judge', '--jobs', '0', '--', 'true'], ['--judge', '--limit', '99', '--', 'true']):
+            done = run(*args, program=FIXTURE)
+            self.assertEqual((done.returncode, done.stdout, done.stderr.count('\n')), (2, '', 1), args)
 
 
 # --- README -------------------------------------------------------------------------------------------------------------
