@@ -693,7 +693,7 @@ group(
      chunks(*START, end=(framed(STOP)[:-1],))),
     ('cut-before-last-chunk', 'body_cut', 'closed before the last chunk', 'llama-server, killed', chunks(*START, end=())),
     ('cut-once', 'body_cut', 'cut after the text; asked again within two seconds, the whole answer', 'HKUDS/nanobot#4038',
-     lambda request: chunks(*START, *(END if request.again else ()), end=(LAST,) if request.again else ())(request)),
+     lambda request: chunks(*START, COMMENT, *(END if request.again else ()), end=(LAST,) if request.again else ())(request)),
     ('cut-after-finish', 'body_cut', 'closed after finish and usage, no last chunk', 'theopenco/llmgateway#1901',
      chunks(*START, STOP, USAGE, end=())),
     ('done-cut-in-chunk', 'body_cut', 'the chunk with [DONE] is cut inside it', 'RFC 9112 section 8',
@@ -739,6 +739,7 @@ group(
     ('slow-text', 'passed', 'a piece of text a second', 'slow engines', chunks(COMMENT, ROLE, 1.0, READY, 1.0, CHECK, 1.0, *END)),
     ('slow-head', 'passed', 'the head comes with the first token', 'llama-server b11434', lambda request: (1.5, *chunks(*ANSWER)(request))),
 )
+PADDED = event('{"choices":[{"index":0,"delta":{}}],"pad":"' + 'y' * 20_000 + '"}')
 group(
     'size',
     ('line-of-60000', 'passed', 'a line of 60,000 characters', 'our limit is 65,536', chunks(ROLE, text('READY ✓' + 'y' * 60_000), *END),
@@ -762,6 +763,8 @@ group(
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(b'data: ' + b'y' * 1000 + b'\n'), 0)),
     ('endless-bare-data', 'event_too_long', 'bare data lines without a blank line', 'memory',
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(b'data\n' * 2000), 0)),
+    ('deltas-flood', 'body_too_large', 'empty deltas as fast as they go', 'memory',
+     repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(PADDED * 16), 0)),
     ('flood', 'body_too_large', 'comments as fast as they go', 'memory',
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed((b': ' + b'y' * 60_000 + b'\n') * 8), 0)),
 )
@@ -1032,7 +1035,6 @@ def judge(ask: Callable[[str, str, str], bool | None], *, jobs: int = 2, modes: 
     ``ask(url, model, mode)`` is called once per mode, in ``jobs`` threads, and returns whether the client took the answer for
     complete, None if it did not come to an end in time (a hang). ``told`` is called with each result as it comes.
     """
-
     lock = threading.Lock()
 
     def one(name: str) -> Judged:

@@ -24,7 +24,7 @@ asyncio program can drive ``ChatCompletion`` with what httpx or aiohttp hands it
 from __future__ import annotations
 
 if __name__ == '__main__':  # Ctrl-C while the imports below run ends the process without a traceback
-    import signal as _signal
+    import _signal  # type: ignore[import-not-found]  # the built-in half of signal: at once there
 
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
@@ -46,12 +46,11 @@ import stat
 import sys
 import threading
 import time
-import unicodedata
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypedDict
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from types import FrameType, TracebackType
 
     from typing_extensions import Unpack
@@ -186,6 +185,7 @@ WARNINGS = {
     'capture_incomplete': 'the capture could not be written to its end',
     'unclean_end': 'the body did not end as its framing says, after [DONE]',
 }
+AFTER_THE_VERDICT = ('after_done', 'unclean_end', 'capture_incomplete')  # so they never change it, --fail-on or not
 TOLERABLE = ('no_done', 'id_changed', 'missing_index')
 
 
@@ -233,39 +233,49 @@ def escaped(text: str) -> str:
     return _UNSAFE.sub(lambda m: f'\\x{ord(m[0]):02x}' if m[0] < '\x80' else f'\\u{ord(m[0]):04x}', text)
 
 
+def _forms(char: str) -> str:
+    """A regular expression for one character of the key in every form it may be echoed in."""
+    code = ''.join(f'[{d}{d.upper()}]' for d in f'{ord(char):02x}')
+    named = {'&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;', "'": '&apos;'}.get(char)
+    forms = [rf'\\*{re.escape(char)}' if char != '\\' else r'\\+', f'%{code}', rf'\\+u00{code}', f'&#0*{ord(char)};', f'&#[xX]0*{code};']
+    return '|'.join([*([named] if named else []), *reversed(forms)])
+
+
 class Secret:
     """The API key, which is to appear nowhere. ``mask`` takes it out of a text, before that text is cut to length.
 
+    It is found in every form that servers echo: plain, percent-encoded, escaped in JSON (also twice) or HTML, or folded.
     Keys shorter than 8 characters are left alone: masking them would garble ordinary words and hide little.
     """
 
     def __init__(self, key: str | None) -> None:
         self.key = key or ''
-        forms = {self.key, json.dumps(self.key)[1:-1], json.dumps(self.key)[1:-1].replace('/', '\\/'),
-                 ''.join(c if c.isalnum() else f'%{ord(c):02X}' for c in self.key)}
-        self.forms = sorted(forms, key=len, reverse=True) if len(self.key) >= 8 else []
+        self._chars = [re.compile(f'(?:{_forms(c)})') for c in self.key] if len(self.key) >= 8 else []
+        self._whole = re.compile(r'(?:\r?\n[ \t]*)?'.join(c.pattern for c in self._chars)) if self._chars else None
 
     def mask(self, text: str) -> str:
-        """The text without the key in its plain, JSON-escaped or percent-encoded form."""
-        for form in self.forms:
-            text = text.replace(form, '[key]')
-        return text
+        """The text without the key."""
+        return self._whole.sub('[key]', text) if self._whole else text
 
     def mask_cut(self, text: str) -> str:
-        """The same for a text that was cut somewhere: a start of the key at its end is masked too."""
+        """The same for a text that was cut somewhere: a start of the key (4 characters or more) at its end is masked too."""
         text = self.mask(text)
-        for form in self.forms:
-            start = next((n for n in range(len(form) - 1, 3, -1) if text.endswith(form[:n])), 0)
-            text = text[: len(text) - start] + '[key]' if start else text
+        body = text.rstrip('\ufffd')  # what a cut inside a character leaves
+        for start in range(max(0, len(body) - 12 * len(self._chars)), len(body)) if self._chars else ():
+            at, matched = start, 0
+            while at < len(body) and matched < len(self._chars) and (found := self._chars[matched].match(body, at)):
+                at, matched = found.end(), matched + 1
+            if at == len(body) and matched >= 4:
+                return body[:start] + '[key]'
         return text
 
     def mask_all(self, value: Any) -> Any:
         """A JSON value with every string in it masked."""
         if isinstance(value, str):
-            return self.mask(value) if self.forms else value
+            return self.mask(value)
         if isinstance(value, list):
             return [self.mask_all(v) for v in value]
-        return {k: self.mask_all(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return {self.mask(k): self.mask_all(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     def quote(self, text: object, limit: int = MAX_QUOTE_CHARS) -> str:
         """Server text made fit to be shown: masked, then escaped, then cut to ``limit`` characters."""
@@ -291,18 +301,19 @@ def framing_of(fields: Sequence[tuple[str, str]], http_1_0: bool, secret: Secret
     handled as an error").
     """
     quote = (secret or Secret(None)).quote
-    codings = [c.strip() for k, v in fields if k.lower() == 'transfer-encoding' for c in v.split(',')]
-    lengths = {n.strip() for k, v in fields if k.lower() == 'content-length' for n in v.split(',')}
+    coded = [v for k, v in fields if k.lower() == 'transfer-encoding']
+    codings = [c.strip(' \t') for v in coded for c in v.split(',') if c.strip(' \t')]
+    lengths = {n.strip(' \t') for k, v in fields if k.lower() == 'content-length' for n in v.split(',')}
     named = f'Transfer-Encoding "{quote(", ".join(codings), 80)}"'
-    if any(c.split(';')[0].strip().lower() in COMPRESSIONS for c in codings):
+    if any(c.split(';')[0].lower() in COMPRESSIONS for c in codings):
         raise StreamFailure('encoded_body', f'{named}: only chunked is read')
-    if codings and ([c.lower() for c in codings] != ['chunked'] or http_1_0):
+    if coded and ([c.lower() for c in codings] != ['chunked'] or http_1_0):
         raise StreamFailure('length_conflict', named + (' in an HTTP/1.0 answer' if http_1_0 else ''))
-    if codings and lengths:
+    if coded and lengths:
         raise StreamFailure('length_conflict', 'both Transfer-Encoding and Content-Length')
-    if len(lengths) > 1 or any(not re.fullmatch('[0-9]{1,18}', n, re.ASCII) for n in lengths):
+    if len(lengths) > 1 or any(not re.fullmatch('[0-9]{1,18}', n) for n in lengths):
         raise StreamFailure('length_conflict', f'Content-Length "{quote(", ".join(sorted(lengths)), 80)}"')
-    return Framing(bool(codings), int(lengths.pop()) if lengths else None)
+    return Framing(bool(coded), int(lengths.pop()) if lengths else None)
 
 
 class Body:
@@ -505,6 +516,11 @@ class Events:
             raise self.failure
 
     @property
+    def between_events(self) -> bool:
+        """Whether what came so far ends with a blank line or a comment: nothing stands half way."""
+        return not (self._line or self._data or self._tail)
+
+    @property
     def open_data(self) -> str | None:
         """Data that no blank line has ended, with an open ``data`` line taken as ended; None without any. Never an event."""
         line = ''.join(self._line)
@@ -632,10 +648,12 @@ def _dumps(value: object) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
+        seen: dict[str, Any] = {}
         for key, value in pairs:
             # Compared as JSON, so that 1, 1.0 and true differ.
-            if json.dumps(value, sort_keys=True) != json.dumps(members[key], sort_keys=True):
+            if key in seen and json.dumps(value, sort_keys=True) != json.dumps(seen[key], sort_keys=True):
                 raise StreamFailure('repeated_key', 'a key stands twice in one object with different values')
+            seen[key] = value
     return members
 
 
@@ -652,13 +670,14 @@ def _bounded_int(digits: str) -> int:
     raise StreamFailure('json_limits', f'an integer of more than {MAX_INT_DIGITS} digits')
 
 
-def _depth(text: str) -> int:
-    brackets = re.findall(r'[\[\]{}]', re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', '', text, flags=re.DOTALL))
-    deepest = level = 0
-    for bracket in brackets:
-        level += 1 if bracket in '[{' else -1
-        deepest = max(deepest, level)
-    return deepest
+def _too_deep(text: str) -> bool:
+    level = 0
+    # Strings are skipped whole, one that never ends to the end of the text, so that each character is looked at once.
+    for found in re.finditer(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', text, re.DOTALL):
+        level += 1 if found[0] in ('[', '{') else -1 if found[0] in (']', '}') else 0
+        if level > MAX_NESTING:
+            return True
+    return False
 
 
 _checked = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_bounded_int).decode
@@ -671,13 +690,13 @@ def strict_json(text: str) -> Any:
     Raises StreamFailure: ``not_json`` (NaN and Infinity are none), ``json_limits`` for more than 100 levels or an integer
     of more than 4,300 digits, ``repeated_key`` for a key that stands twice in one object with different values.
     """
-    if text.count('[') + text.count('{') > MAX_NESTING and _depth(text) > MAX_NESTING:
+    if text.count('[') + text.count('{') > MAX_NESTING and _too_deep(text):
         raise StreamFailure('json_limits', f'JSON nested more than {MAX_NESTING} levels deep')
     try:
         return _checked(text)
     except StreamFailure:
         raise
-    except (ValueError, RecursionError):
+    except ValueError:
         raise StreamFailure('not_json', 'not JSON') from None
 
 
@@ -685,14 +704,14 @@ def _count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def visible(text: Iterable[str]) -> bool:
-    """Whether any character shows: not Cc, Cf, Cs, Zs, Zl or Zp, not U+FFFD and not a noncharacter."""
-    for char in set(text):
-        point = ord(char)
-        if unicodedata.category(char) not in ('Cc', 'Cf', 'Cs', 'Zs', 'Zl', 'Zp') and point != 0xFFFD:
-            if not (0xFDD0 <= point <= 0xFDEF or point & 0xFFFE == 0xFFFE):
-                return True
-    return False
+# Characters that show nothing: the categories Cc, Cf, Cs, Zs, Zl and Zp of Unicode 16, U+FFFD and the noncharacters.  A table
+# of our own, since unicodedata differs between Pythons; unassigned and private-use characters count as visible.
+_VISIBLE = re.compile(
+    '[^\x00-\x20\x7f-\xa0\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u1680\u180e\u2000-\u200f\u2028-\u202f\u205f-\u2064'
+    '\u2066-\u206f\u3000\ud800-\udfff\ufdd0-\ufdef\ufeff\ufff9-\ufffb\ufffd-\uffff\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3'
+    '\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f'
+    + ''.join(chr(plane << 16 | low) for plane in range(1, 17) for low in (0xFFFE, 0xFFFF)) + ']')
+_SURROGATE = re.compile('[\ud800-\udfff]')
 
 
 class ChatCompletion:
@@ -740,7 +759,7 @@ class ChatCompletion:
     @property
     def text(self) -> str:
         """The answer so far; a surrogate half left alone stands as U+FFFD."""
-        return re.sub('[\ud800-\udfff]', '\ufffd', ''.join(self._pieces) + self._high)
+        return _SURROGATE.sub('\ufffd', ''.join(self._pieces) + self._high)
 
     def feed(self, raw: bytes) -> Iterator[str]:
         """Judge the events that ``raw`` (body bytes) completes; yields each new piece of text. Raises StreamFailure.
@@ -827,7 +846,8 @@ class ChatCompletion:
     def _judge(self, body_end: str | None) -> None:
         finish = self.finish_reason
         if not self.done:
-            if not (finish and body_end in ('last_chunk', 'length') and 'no_done' in self.policy.tolerate):
+            whole = body_end in ('last_chunk', 'length') and self.events.between_events
+            if not (finish and whole and 'no_done' in self.policy.tolerate):
                 raise StreamFailure('no_done', self._no_done(body_end))
             self._warn('no_done')
         if finish is None:
@@ -838,7 +858,7 @@ class ChatCompletion:
             raise StreamFailure('no_visible_text', f'no visible character in {self.answer_chars} characters of text, '
                                 f'{self.reasoning_chars} of reasoning')
         text = ''.join(self._pieces)
-        if re.search('[\ud800-\udfff]', text):
+        if _SURROGATE.search(text):
             raise StreamFailure('unpaired_surrogate', 'half a surrogate pair stands alone in the text')
         if '\ufffd' in text:
             self._warn('replacement_character')
@@ -994,8 +1014,8 @@ class ChatCompletion:
             ('cached_tokens', prompt.get('cached_tokens') if type(prompt) is dict else None),
             ('reasoning_tokens', completion.get('reasoning_tokens') if type(completion) is dict else None),
         ):
-            if _count(value):
-                self.usage[name] = value
+            if value is not None:
+                self.usage[name] = value if _count(value) else None
 
     def _choice(self, choices: Any) -> dict[str, Any]:
         if type(choices) is not list:
@@ -1026,8 +1046,9 @@ class ChatCompletion:
                 raise StreamFailure('tool_call', f'event {self.seen} calls a tool, expected text')
             if delta.get('refusal'):
                 raise StreamFailure('refused', f'event {self.seen}: refusal "{self.secret.quote(delta["refusal"])}"')
-            reasoning = delta.get('reasoning') or delta.get('reasoning_content')
-            if reasoning and isinstance(reasoning, str):
+            named = (delta.get('reasoning'), delta.get('reasoning_content'))
+            reasoning = next((r for r in named if r and isinstance(r, str)), '')
+            if reasoning:
                 self.reasoning_events += 1
                 self.reasoning_chars += len(reasoning)
         return content or ''
@@ -1063,17 +1084,18 @@ class ChatCompletion:
         if self._high or not content.isascii():
             content = self._high + content
             self._high = ''
-            if re.search('[\ud800-\udfff]', content):
+            if _SURROGATE.search(content):
                 content = content.encode('utf-16-le', 'surrogatepass').decode('utf-16-le', 'surrogatepass')
                 if '\ud800' <= content[-1] <= '\udbff':
                     content, self._high = content[:-1], content[-1]
         self._pieces.append(content)
         if not self.visible:
-            self.visible = visible(content)
+            self.visible = _VISIBLE.search(content) is not None
         return content
 
     def _finish(self, finish: Any) -> None:
         if type(finish) is not str or len(finish) > MAX_FINISH_CHARS:
+            self.finish_reason = None
             raise StreamFailure('bad_shape', f'event {self.seen}: finish_reason is no string of up to {MAX_FINISH_CHARS} characters')
         if finish in ('', 'null'):
             self._warn('finish_empty')
@@ -1187,6 +1209,8 @@ def _authority(argument: str, text: str, default_port: int | None) -> tuple[str,
             socket.inet_pton(socket.AF_INET6, parts[1])
         except OSError:
             raise Refused(argument, 'the IPv6 address is malformed') from None
+    elif not all(1 <= len(label) <= 63 for label in parts[2].split('.')):
+        raise Refused(argument, 'the host is malformed (each part of a name has 1 to 63 characters)')
     port = int(parts[3][1:] or '0') if parts[3] else default_port
     if port is None or not 1 <= port <= 65535:
         raise Refused(argument, 'the port must be from 1 to 65535')
@@ -1237,8 +1261,8 @@ def resolve(host: str, port: int, clock: Clock) -> list[Any]:
     return answer
 
 
-def connect(addresses: list[Any], clock: Clock) -> socket.socket:
-    """A connected TCP socket: the addresses in turn, each with its share of the time that remains."""
+def connect(addresses: list[Any], clock: Clock) -> tuple[socket.socket, str]:
+    """A connected TCP socket and its peer's address: the addresses in turn, each with its share of the time that remains."""
     problems: list[str] = []
     refused = 0
     for at, (family, kind, proto, _, address) in enumerate(addresses):
@@ -1253,12 +1277,12 @@ def connect(addresses: list[Any], clock: Clock) -> socket.socket:
         try:
             sock.settimeout(min(share, clock.remaining()))
             sock.connect(address)
-            if sock.getsockname() == sock.getpeername():  # the kernel met itself on a free port of its own range
+            if sock.getsockname()[:2] == address[:2]:  # the kernel met itself on a free port of its own range
                 raise ConnectionRefusedError(errno.ECONNREFUSED, 'Connection refused')
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if hasattr(socket, 'TCP_NOTSENT_LOWAT'):  # what waits in the kernel is no progress: keep that little
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 16_384)
-            return sock
+            return sock, name
         except OSError as exc:
             sock.close()
             if isinstance(exc, TimeoutError) and exc.errno is None:
@@ -1311,9 +1335,9 @@ class Wire:
         if self.tls and self._out:
             for at in range(0, len(data), 16384):  # records, so that the BIO does not hold the whole body twice
                 self.tls.write(data[at : at + 16384])
-                self._send(self._out.read())
+                self._send(self._out.read(), answers=True)
         else:
-            self._send(data)
+            self._send(data, answers=True)
 
     def makefile(self, *_args: object, **_kwargs: object) -> Wire:
         """Give this reader, whatever is asked for."""
@@ -1333,6 +1357,8 @@ class Wire:
         line = bytes(self._buffer[: end + 1])
         del self._buffer[: end + 1]
         self._searched = 0
+        if self.head_bytes + len(line) > MAX_HEAD_BYTES:
+            raise StreamFailure('head_too_large', f'status line and header fields exceed {MAX_HEAD_BYTES} bytes')
         if self._status_due and not re.fullmatch(rb'HTTP/1\.[0-9] [1-9][0-9]{2}(?: [^\r\n\x00]*)?\r?\n', line):
             found = self.secret.quote(line.decode('latin-1').rstrip(), 60)
             raise StreamFailure('head_malformed', f'expected an HTTP/1.1 status line, found "{found}"')
@@ -1342,8 +1368,6 @@ class Wire:
             raise StreamFailure('head_malformed', f'a header line is no field (it could hide Transfer-Encoding): byte 0x{line[0]:02x}')
         self._status_due = False
         self.head_bytes += len(line)
-        if self.head_bytes > MAX_HEAD_BYTES:
-            raise StreamFailure('head_too_large', f'status line and header fields exceed {MAX_HEAD_BYTES} bytes')
         return line if limit < 0 else line[:limit]
 
     def begin_head(self) -> None:
@@ -1375,8 +1399,8 @@ class Wire:
         import ssl
 
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
-        tls = context.wrap_bio(self._in, self._out, server_hostname=name)
         try:
+            tls = context.wrap_bio(self._in, self._out, server_hostname=name)
             while True:
                 try:
                     tls.do_handshake()
@@ -1430,6 +1454,8 @@ class Wire:
             except ssl.SSLEOFError:
                 self.truncated = True
                 return b''
+            except ssl.SSLError as exc:
+                raise StreamFailure('tls_failed', f'TLS record layer failed: {escaped(exc.reason or type(exc).__name__)}') from None
 
     def shut(self) -> None:
         """Close the connection at once, so that the server can abort what it still computes."""
@@ -1453,10 +1479,10 @@ class Wire:
                 self.first_at = self.read_at
             return raw
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes, answers: bool = False) -> None:
+        """Send all of ``data``. With ``answers`` an answer that comes meanwhile stops it, unless it is an interim one."""
         poller = select.poll()
-        watch = select.POLLOUT if self.tls or self._out else select.POLLOUT | select.POLLIN
-        poller.register(self.sock, watch)
+        poller.register(self.sock, select.POLLOUT | select.POLLIN if answers else select.POLLOUT)
         view = memoryview(data)
         self.sock.setblocking(False)
         while view:
@@ -1467,14 +1493,39 @@ class Wire:
                 if ready[0][1] & ~select.POLLIN:
                     view = view[self.sock.send(view[:READ_BYTES]) :]
                     self.clock.moved = self.clock.now()
-                elif re.match(rb'HTTP/1\.[0-9] 1', self.sock.recv(10, socket.MSG_PEEK)):
-                    poller.modify(self.sock, select.POLLOUT)  # an interim answer: go on sending
                 else:
-                    raise _SendStopped('the server answered before it had read the request')
+                    self._buffer += self._early()
+                    if _ANSWER.match(self._buffer):
+                        raise _SendStopped('the server answered before it had read the request')
             except BlockingIOError:
                 pass
             except OSError as exc:
                 raise _SendStopped(exc.strerror or type(exc).__name__) from None
+
+    def _early(self) -> bytes:
+        """What came while the request is being sent, decrypted; nothing where it was only TLS's own."""
+        raw = self.sock.recv(READ_BYTES)
+        self.read_at = self.clock.moved = self.clock.now()
+        if self.first_at is None:
+            self.first_at = self.read_at
+        if not raw:
+            raise _SendStopped('the server closed its side')
+        if not self.tls or not self._in:
+            return raw
+        import ssl
+
+        self._in.write(raw)
+        plain = b''
+        try:
+            while piece := self.tls.read(READ_BYTES):
+                plain += piece
+        except ssl.SSLWantReadError:
+            pass
+        return plain
+
+
+# The start of a final answer, behind whole interim ones.
+_ANSWER = re.compile(rb'(?:HTTP/1\.[0-9] 1(?!01)[0-9]{2}[^\n]*\n(?:[^\r\n][^\n]*\n)*\r?\n)*(?!HTTP/1\.[0-9] 1(?!01))(?=.{12})', re.DOTALL)
 
 
 class _Response(http.client.HTTPResponse):
@@ -1515,7 +1566,7 @@ def read_head(wire: Wire) -> tuple[_Response, int]:
             got = wire.head_bytes + wire.buffered
             raise StreamFailure('closed_before_head', f'{exc.strerror or exc} after {got} bytes of the head') from None
         defects = [type(d).__name__ for d in response.msg.defects]
-        if any('Multipart' not in d for d in defects):  # those speak of a body, which is not there yet
+        if any('Multipart' not in d and 'Boundary' not in d for d in defects):  # those speak of a body, which is not there yet
             raise StreamFailure('head_malformed', f'the header fields are defective ({defects[0]})')
         interim = response.interim
         if not 100 <= response.status < 200 or response.status == 101:
@@ -1725,7 +1776,7 @@ class Options(TypedDict, total=False):
     max_stream_bytes: int
     run_id: str | None
     label: str | None
-    notes: Mapping[str, str] | None
+    notes: dict[str, str] | None
 
 
 DEFAULTS: Options = {
@@ -1743,7 +1794,7 @@ def checked_text(argument: str, value: Any, most: int = MAX_EVENT_CHARS) -> str:
     """A non-empty str that is valid Unicode, of at most ``most`` characters. Raises Refused."""
     if not isinstance(value, str) or not value:
         raise Refused(argument, 'must be text that is not empty')
-    if re.search('[\ud800-\udfff]', value):
+    if _SURROGATE.search(value):
         raise Refused(argument, 'is not valid Unicode')
     if len(value) > most:
         raise Refused(argument, f'is longer than {most} characters')
@@ -1752,9 +1803,9 @@ def checked_text(argument: str, value: Any, most: int = MAX_EVENT_CHARS) -> str:
 
 def checked_key(argument: str, key: Any) -> str | None:
     """An API key of characters 0x21 to 0x7e; None for none or an empty one. Raises Refused, which never holds the key."""
-    if not key:
+    if key is None or key == '':
         return None
-    if not isinstance(key, str) or not re.fullmatch('[\x21-\x7e]{1,8192}', key):
+    if not isinstance(key, str) or not re.fullmatch('[\x21-\x7e]{1,4096}', key):
         raise Refused(argument, 'the key may only have characters from 0x21 to 0x7e')
     return key
 
@@ -1774,17 +1825,18 @@ def _checked_numbers(o: Options) -> None:
 
 def _checked_policy(o: Options) -> Policy:
     lists = []
-    for name, known in (('accept_finish', None), ('tolerate', TOLERABLE), ('fail_on', (*WARNINGS, 'all'))):
+    every = tuple(w for w in (*WARNINGS, *TOLERABLE) if w not in AFTER_THE_VERDICT)
+    for name, known in (('accept_finish', None), ('tolerate', TOLERABLE), ('fail_on', (*(w for w in every if w in WARNINGS), 'all'))):
         values = o[name]  # type: ignore[literal-required]  # one of the three names
-        if isinstance(values, str):
-            raise Refused(name, 'must be a sequence of strings')
+        if not isinstance(values, (list, tuple, set, frozenset)):
+            raise Refused(name, 'must be a list of strings')
         for value in values:
             if known is not None and value not in known:
                 raise Refused(name, f'knows only {", ".join(known)}')
             checked_text(name, value, MAX_FINISH_CHARS)
         lists.append(tuple(dict.fromkeys(values)))
     accept, tolerate, fail_on = lists
-    return Policy(accept, tolerate, tuple(WARNINGS) + TOLERABLE if 'all' in fail_on else fail_on)
+    return Policy(accept, tolerate, every if 'all' in fail_on else fail_on)
 
 
 def _checked_messages(prompt: str | None, o: Options) -> list[dict[str, Any]]:
@@ -1810,7 +1862,9 @@ def _encoded(argument: str, value: Any) -> bytes:
 
 
 def _checked_notes(o: Options) -> dict[str, str]:
-    notes = dict(o['notes'] or {})
+    if o['notes'] is not None and not isinstance(o['notes'], dict):
+        raise Refused('note', 'must be a dict of strings')
+    notes = o['notes'] or {}
     if len(notes) > 64:
         raise Refused('note', 'more than 64 notes')
     for key, value in notes.items():
@@ -1873,7 +1927,7 @@ class ChatStream:
             'model': self.model, 'messages': messages, 'stream': True, 'stream_options': {'include_usage': True},
             'max_tokens': self.options['max_tokens'], 'temperature': 0, 'n': 1,
         }
-        extra = self.options['extra_body'] or {}
+        extra = {} if self.options['extra_body'] is None else self.options['extra_body']
         if not isinstance(extra, dict):
             raise Refused('extra_body', 'must be a JSON object')
         touched = next((name for name in FIXED_MEMBERS if name in extra), None)
@@ -1908,6 +1962,7 @@ class ChatStream:
             ('status', 'http_version', 'id', 'id_carries_run_id', 'model', 'system_fingerprint', 'headers', 'interim', 'peer',
              'tls_version', 'certificate_sha256', 'certificate_expires', 'server_error', 'body_excerpt'))
         self.synthetic = False
+        self._stopped: str | None = None  # why the request was not sent whole
         self.capture: Capture | None = None  # set by whoever wants one, before the run
         self._record: dict[str, Any] | None = None
         self._texts = self._run()
@@ -1925,7 +1980,12 @@ class ChatStream:
         """Close the connection, and the record with ``interrupted`` if the run had not ended."""
         if self._record is None and self.failure and self.failure.code == 'unfinished':
             self.failure = StreamFailure('interrupted', why)
-        self._texts.close()
+        try:
+            self._texts.close()
+        except ValueError:  # another thread is in it: it will find the connection closed
+            if self.wire:
+                self.wire.shut()
+            return
         self._end()
 
     @property
@@ -1974,10 +2034,9 @@ class ChatStream:
             away = next((a[4] for a in addresses if not loopback(str(a[4][0]))), None)
             if away:
                 raise StreamFailure('not_loopback', f'{host} resolves to {_peer(away)}; plain http stays on loopback')
-        sock = connect(addresses, self.clock)
+        sock, self.response['peer'] = connect(addresses, self.clock)
         self.wire = wire = Wire(sock, self.clock, self.secret)
         self.marks['connected'] = self.clock.now()
-        self.response['peer'] = _peer(sock.getpeername())
         if self._context:
             self.clock.enter('tls', 'in the TLS handshake')
             wire.secure(self._context, self.target.host)
@@ -2008,11 +2067,9 @@ class ChatStream:
         self.clock.event_at = self.clock.now()
         try:
             connection.request('POST', self.target.path, body=self.body, headers=headers)
+            self.marks['sent'] = self.clock.now()
         except _SendStopped as stopped:  # an answer may explain it
-            self._stopped: str | None = str(stopped)
-        else:
-            self._stopped = None
-        self.marks['sent'] = self.clock.now()
+            self._stopped = str(stopped)
 
     def _head(self, wire: Wire) -> list[tuple[str, str]]:
         self.clock.enter('head', 'waiting for the status line and header fields')
@@ -2023,22 +2080,25 @@ class ChatStream:
                 raise StreamFailure('send_failed', f'the request was not sent whole: {self._stopped}') from None
             raise
         self.marks['head'] = wire.read_at
-        fields = response.msg.items()
+        fields = [(k, re.sub('\r?\n[ \t]+', ' ', v)) for k, v in response.msg.items()]  # unfolded
         self.synthetic = response.msg.get(FIXTURE_FIELD) is not None
         self.response.update(
             status=response.status, http_version='1.0' if response.version == 10 else '1.1', interim=interim,
-            headers={k.lower(): self.secret.quote(v) for k, v in fields if k.lower() in RECORDED_FIELDS})
+            headers={name: self.secret.quote(', '.join(v for k, v in fields if k.lower() == name))
+                     for name in RECORDED_FIELDS if name in response.msg})
         if self.capture:
             self.capture.line({'capture': 1, 'status': response.status, 'headers': self.response['headers']})
         if response.status != 200:
             self._refuse_status(wire, response, fields)
+        if self._stopped:
+            raise StreamFailure('send_failed', f'status 200, but the request was not sent whole: {self._stopped}')
         return fields
 
     def _refuse_status(self, wire: Wire, response: _Response, fields: list[tuple[str, str]]) -> NoReturn:
         status = f'HTTP status {response.status} {self.secret.quote(response.reason, 60)}'.rstrip()
         if 300 <= response.status < 400:
-            location = re.sub('//[^/@]*@', '//', re.split('[?#]', response.msg.get('location', ''))[0])
-            where = f'to "{self.secret.quote(location)}"' if location else 'without a Location'
+            location = re.split('[?#]', self.secret.mask(response.msg.get('location', '')))[0]
+            where = f'to "{self.secret.quote(re.sub("//[^/]*@", "//", location))}"' if location else 'without a Location'
             raise StreamFailure('redirect', f'{status}, a redirect {where}, is not followed')
         excerpt, said = self._excerpt(wire, fields)
         self.response['body_excerpt'] = excerpt
@@ -2072,7 +2132,7 @@ class ChatStream:
 
     def _refuse_other_content(self, wire: Wire, fields: list[tuple[str, str]]) -> None:
         types = [v for k, v in fields if k.lower() == 'content-type']
-        encodings = [v.strip().lower() for k, v in fields if k.lower() == 'content-encoding']
+        encodings = [v.strip(' \t').lower() for k, v in fields if k.lower() == 'content-encoding']
         if any(e not in ('', 'identity') for e in encodings):
             raise StreamFailure('encoded_body', f'Content-Encoding "{self.secret.quote(", ".join(encodings), 60)}"')
         if types and all(t.split(';')[0].strip(' \t').lower() == 'text/event-stream' for t in types):
@@ -2164,10 +2224,10 @@ class ChatStream:
                     pass
                 if not raw:
                     body.feed_eof('without close_notify' if wire.truncated else '')
-        except (_GraceOver, StreamFailure):
+        except _GraceOver:
             self.body_end = 'open'
             return
-        except OSError:
+        except (OSError, StreamFailure):
             body.failure = StreamFailure('connection_reset', 'reset after [DONE]')
         self.body_end = body.end
         if body.failure:
@@ -2186,7 +2246,8 @@ def _error_message(text: str) -> str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return text.strip()
+        cut = re.search(r'"(?:message|detail|error)"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")', text) if text.startswith('{') else None
+        return str(json.loads(cut[1], strict=False)) if cut else text.strip()
     for _ in range(3):
         if isinstance(value, dict):
             value = next((value[k] for k in ('error', 'detail', 'message') if value.get(k) is not None), value)
@@ -2226,7 +2287,7 @@ def build_record(run: ChatStream) -> dict[str, Any]:
     }
     sampling = run.sampling if len(_dumps(run.sampling)) <= 4096 else {
         'sha256': hashlib.sha256(_dumps(run.sampling).encode()).hexdigest()}
-    record = {
+    record: dict[str, Any] = {
         'ok': failure is None,
         'outcome': failure.code if failure else 'passed',
         'model': run.model,
@@ -2268,7 +2329,12 @@ def build_record(run: ChatStream) -> dict[str, Any]:
         'notes': run.notes,
         'synthetic': run.synthetic,
     }
-    record = {k: run.secret.mask_all(v) for k, v in record.items()}
+    for own in ('model', 'error', 'label', 'notes'):
+        record[own] = run.secret.mask_all(record[own])
+    for name in ('url', 'connect_to', 'run_id', 'sampling'):
+        record['request'][name] = run.secret.mask_all(record['request'][name])
+    if shown:
+        shown['message'] = record['error']
     record['text'], record['event_gaps_ms'] = chat.text, run.gaps
     return record
 
@@ -2304,6 +2370,8 @@ def stream(url: str, model: str, prompt: str | None, *, on_text: Callable[[str],
     connection was closed. Every other failure is in the record: ``ok`` is False and ``outcome`` is a key of FAILURES.
     Works in any thread; touches no signal handler, global timeout or other global state.
     """
+    if on_text is not None and not callable(on_text):
+        raise Refused('on_text', 'must be callable')
     with ChatStream(url, model, prompt, **options) as answer:
         for text in answer:
             if on_text is not None:
@@ -2352,46 +2420,53 @@ class Signals:
         self.armed = False
 
 
-def put(output: Any, text: str, patience: float = 0.2) -> bool:
-    """Write text to a stream without ever waiting longer than ``patience`` seconds for room; False if it was not all taken."""
-    data = text.encode('utf-8', 'backslashreplace')
+def put(output: Any, text: str, patience: float = 0.5) -> bool:
+    """Write text to a stream, waiting for room no longer than ``patience`` seconds in all; False if it was not all taken."""
+    return not _written(output, text.encode('utf-8', 'backslashreplace'), patience)
+
+
+def _written(output: Any, data: bytes, patience: float) -> bytes:
+    """Write what the stream takes within ``patience`` seconds; returns what is left."""
     try:
         fd = output.fileno()
     except (AttributeError, OSError, ValueError):
         try:
-            output.write(text)
+            output.write(data.decode())
         except (AttributeError, OSError, ValueError):
-            return False
-        return True
+            return data
+        return b''
+    until = time.monotonic() + patience
     try:
         poller = select.poll()
         poller.register(fd, select.POLLOUT)
-        while data:
-            if not poller.poll(patience * 1000):
-                return False
+        while data and poller.poll(max(0.0, until - time.monotonic()) * 1000):
             data = data[os.write(fd, data[:512]) :]  # a pipe that polls writable takes at least PIPE_BUF bytes
     except OSError:
-        return False
-    return True
+        pass
+    return data
 
 
 class View:
-    """A person's view on stderr: the answer behind ``| ``, so that no server text starts a line, and then the verdict."""
+    """A person's view on stderr: the answer behind ``| ``, so that no server text starts a line, and then the verdict.
+
+    Showing text never waits: what a slow reader does not take at once is kept, up to a MiB, and tried again later.
+    """
 
     def __init__(self, output: Any, show_text: bool) -> None:
         self.output = output
         self.show_text = show_text
         self.colour = _is_terminal(output) and not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
         self._open = False
+        self._kept = b''
 
     def text(self, piece: str) -> None:
         """Show a piece of the answer, with newlines as lines of their own and every other control character escaped."""
-        if not self.show_text:
+        if not self.show_text or len(self._kept) > 1_048_576:
             return
         lines = [escaped(line) for line in piece.replace('\t', '    ').split('\n')]
         shown = ('' if self._open else '| ') + '\n| '.join(lines)
         self._open = True
-        self.show_text = put(self.output, shown)
+        self._kept = _written(self.output, self._kept + shown.encode(), 0)
 
     def verdict(self, record: Mapping[str, Any], where: str) -> None:
         """One line: passed or failed, at which boundary, why, what to do, and where the record is."""
@@ -2408,7 +2483,8 @@ class View:
                          "the proxy's buffering (proxy_buffering), then the reader")
             if record['warnings']:
                 said += '; warnings: ' + ', '.join(w['code'] for w in record['warnings'])
-        put(self.output, ('\n' if self._open else '') + f'{mark} {escaped(said)}; record: {escaped(where)}\n')
+        line = ('\n' if self._open else '') + f'{mark} {escaped(said)}; record: {escaped(where)}\n'
+        _written(self.output, self._kept + line.encode('utf-8', 'backslashreplace'), 0.5)
 
 
 def _is_terminal(output: Any) -> bool:
@@ -2473,7 +2549,7 @@ def make_parser() -> argparse.ArgumentParser:
     where.add_argument('--url', default=None, help=f'full endpoint URL (default {DEFAULT_URL})')
     where.add_argument('--fixture', metavar='MODE', help='ask the fixture instead, started inside this process')
     add('--model', type=_utf8, help='model name; required except with --fixture')
-    add('--output', metavar='FILE', help='where the record goes, created exclusively; - is stdout (default: a new name here)')
+    add('--output', type=_utf8, metavar='FILE', help='where the record goes, created exclusively; - is stdout (default: a new name here)')
     what = parser.add_mutually_exclusive_group()
     what.add_argument('--prompt', type=_utf8, help=f'default: {DEFAULT_PROMPT}')
     what.add_argument('--prompt-file', metavar='FILE', help='- is stdin')
@@ -2493,7 +2569,7 @@ def make_parser() -> argparse.ArgumentParser:
     add('--fail-on', type=_listed, metavar='WARNING[,...]', help='fail where there is this warning, or all')
     for name in LIMITS:
         add('--' + name.replace('_', '-'), type=_whole, metavar='N', help=f'default {DEFAULTS[name]}')  # type: ignore[literal-required]
-    add('--capture', metavar='FILE', help='keep the body as it arrives, created exclusively')
+    add('--capture', type=_utf8, metavar='FILE', help='keep the body as it arrives, created exclusively')
     add('--run-id', metavar='ID', help='sent as X-Request-Id (default: a new one)')
     add('--label', type=_utf8, metavar='TEXT', help='recorded: what this run is one of')
     add('--note', type=_utf8, metavar='KEY=VALUE', action='append', default=[], help='recorded; may be repeated')
@@ -2569,7 +2645,7 @@ def _start_fixture(mode: str) -> tuple[str, Any]:
     try:
         server = fixture_server.server(0, mode, 0.05)
     except ValueError:
-        raise Refused('fixture', f'unknown mode; there are {", ".join(sorted(fixture_server.MODES))}') from None
+        raise Refused('fixture', 'unknown mode; fixture_server.py --list-modes names them') from None
     except OSError as exc:
         raise Refused('fixture', f'cannot listen: {exc.strerror}') from None
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -2602,8 +2678,9 @@ def _carry_out(run: ChatStream, signals: Signals, view: View) -> int:
 def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Namespace, ChatStream, Evidence | None, Any]:
     """Everything up to the reserved record: arguments, run, evidence (None for stdout) and the fixture, if one was asked for."""
     args, unknown = make_parser().parse_known_args(argv)
-    if unknown:  # named without values, which may be secrets
-        raise Refused('arguments', f'unknown: {", ".join(a.split("=")[0] if a.startswith("-") else "a word" for a in unknown)}')
+    if unknown:  # shown only where it looks like a flag: it may be a secret
+        flags = [a.split('=')[0] for a in unknown if re.fullmatch('--[a-z]{2,12}(-[a-z]{2,12}){0,2}(=.*)?', a, re.DOTALL)]
+        raise Refused('arguments', f'unknown: {", ".join(flags) or "a word that is no flag"}')
     if args.output == '':
         raise Refused('output', 'must not be empty')
     signals.arm()
@@ -2614,14 +2691,15 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
         signals.disarm()
     if args.output is None:
         args.output = f'stream-{re.sub("[:-]", "", run.started_at)}-{os.urandom(4).hex()}.json'
-    if args.capture is not None:
-        run.capture = Capture(args.capture, run.secret.key)
     try:
-        evidence = Evidence(os.path.abspath(args.output), to_json(run.record)) if args.output != '-' else None
-    except Refused:
+        if args.capture is not None:
+            run.capture = Capture(os.fsdecode(args.capture.encode()), run.secret.key)
+        evidence = Evidence(os.fsdecode(args.output.encode()), to_json(run.record)) if args.output != '-' else None
+    except Refused as exc:
         if run.capture:
             run.capture.drop()
-        raise
+        raise Refused(exc.argument, run.secret.mask(exc.message)) from None
+    args.output = run.secret.mask(args.output)
     return args, run, evidence, fixture
 
 
@@ -2636,6 +2714,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         flag = flag if flag in (KEY_VARIABLE, 'arguments') else '--' + flag.lstrip('-').replace('_', '-')
         put(sys.stderr, f'stream_client.py: {escaped(flag)}: {escaped(exc.message)}\n')
         return 2
+    except MemoryError:
+        put(sys.stderr, 'stream_client.py: arguments: more than the memory holds\n')
+        return 2
     except Interrupted as exc:
         put(sys.stderr, f'stream_client.py: {exc} before anything was sent\n')
         return 128 + exc.number
@@ -2645,6 +2726,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.capture.end(run.record)
     if fixture is not None:
         fixture.shutdown()
+        fixture.server_close()
     return _report(run.record, evidence, args.output, view, 128 + number if number else 0 if run.record['ok'] else 1)
 
 
@@ -2656,12 +2738,20 @@ def _report(record: dict[str, Any], evidence: Evidence | None, output: str, view
             put(sys.stdout, summary(record, output))
             return status
         view.verdict(record, 'stdout')
-        return status if put(sys.stdout, to_json(record, one_line=True), 5.0) else 3
+        return status if put(sys.stdout, to_json(record, one_line=True), 10.0) else 3
     except OSError as exc:
         put(sys.stderr, f'stream_client.py: the record could not be written to {escaped(output)}: {exc.strerror}\n')
-        put(sys.stdout, to_json(record, one_line=True), 5.0)
+        put(sys.stdout, to_json(record, one_line=True), 10.0)
         return 3
 
 
+def entry() -> NoReturn:
+    """The command as a program: the record is in place, so a signal while Python ends changes nothing any more."""
+    status = main()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(status)
+
+
 if __name__ == '__main__':
-    sys.exit(main())
+    entry()
