@@ -2450,7 +2450,7 @@ class ReadmeTest(Directory):
         mentioned = set(re.findall(r'(?<![\w-])--[a-z][a-z-]+', self.text))
         self.assertEqual(flags - mentioned, set())
         fixtures = set(re.findall(r'--[a-z][a-z-]+', run('--help', program=FIXTURE).stdout))
-        others = {'--fail', '--max-time', '--json'}  # curl's
+        others = {'--fail', '--max-time', '--json', '--sse-keep-alive-interval'}  # curl's and vLLM's
         self.assertEqual(mentioned - flags - fixtures - others, set())
 
     def test_every_key_of_the_record_is_explained(self) -> None:
