@@ -33,6 +33,7 @@ import argparse
 import base64
 import codecs
 import errno
+import functools
 import hashlib
 import http.client
 import json
@@ -233,12 +234,13 @@ def escaped(text: str) -> str:
     return _UNSAFE.sub(lambda m: f'\\x{ord(m[0]):02x}' if m[0] < '\x80' else f'\\u{ord(m[0]):04x}', text)
 
 
-def _forms(char: str) -> str:
-    """A regular expression for one character of the key in every form it may be echoed in."""
+@functools.cache
+def _form(char: str) -> re.Pattern[str]:
+    """One character of the key in every form it may be echoed in. Repeats are bounded, so that a search takes linear time."""
     code = ''.join(f'[{d}{d.upper()}]' for d in f'{ord(char):02x}')
-    named = {'&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;', "'": '&apos;'}.get(char)
-    forms = [rf'\\*{re.escape(char)}' if char != '\\' else r'\\+', f'%{code}', rf'\\+u00{code}', f'&#0*{ord(char)};', f'&#[xX]0*{code};']
-    return '|'.join([*([named] if named else []), *reversed(forms)])
+    named = {'&': '&amp;|', '<': '&lt;|', '>': '&gt;|', '"': '&quot;|', "'": '&apos;|'}.get(char, '')
+    plain = rf'\\{{0,8}}{re.escape(char)}' if char != '\\' else r'\\{1,16}'
+    return re.compile(rf'{named}&#[xX]0{{0,6}}{code};|&#0{{0,6}}{ord(char)};|\\{{1,8}}u00{code}|%{code}|{plain}')
 
 
 class Secret:
@@ -248,24 +250,42 @@ class Secret:
     Keys shorter than 8 characters are left alone: masking them would garble ordinary words and hide little.
     """
 
+    _FOLD = re.compile(r'\r?\n[ \t]*')
+
     def __init__(self, key: str | None) -> None:
         self.key = key or ''
-        self._chars = [re.compile(f'(?:{_forms(c)})') for c in self.key] if len(self.key) >= 8 else []
-        self._whole = re.compile(r'(?:\r?\n[ \t]*)?'.join(c.pattern for c in self._chars)) if self._chars else None
+        self._hidden = self.key if len(self.key) >= 8 else ''
+
+    def _follow(self, text: str, at: int) -> tuple[int, int]:
+        """How many characters of the key stand in ``text`` from ``at`` on, and where they end."""
+        for count, char in enumerate(self._hidden):
+            fold = self._FOLD.match(text, at) if count else None
+            found = _form(char).match(text, fold.end() if fold else at)
+            if not found:
+                return count, at
+            at = found.end()
+        return len(self._hidden), at
 
     def mask(self, text: str) -> str:
         """The text without the key."""
-        return self._whole.sub('[key]', text) if self._whole else text
+        if not self._hidden or len(text) < len(self._hidden):
+            return text
+        kept, at = [], 0
+        for first in _form(self._hidden[0]).finditer(text):
+            if first.start() >= at:
+                count, end = self._follow(text, first.start())
+                if count == len(self._hidden):
+                    kept += [text[at : first.start()], '[key]']
+                    at = end
+        return ''.join(kept) + text[at:]
 
     def mask_cut(self, text: str) -> str:
         """The same for a text that was cut somewhere: a start of the key (4 characters or more) at its end is masked too."""
         text = self.mask(text)
         body = text.rstrip('\ufffd')  # what a cut inside a character leaves
-        for start in range(max(0, len(body) - 12 * len(self._chars)), len(body)) if self._chars else ():
-            at, matched = start, 0
-            while at < len(body) and matched < len(self._chars) and (found := self._chars[matched].match(body, at)):
-                at, matched = found.end(), matched + 1
-            if at == len(body) and matched >= 4:
+        for start in range(max(0, len(body) - 12 * len(self._hidden)), len(body)) if self._hidden else ():
+            count, end = self._follow(body, start)
+            if count >= 4 and end == len(body):
                 return body[:start] + '[key]'
         return text
 
@@ -279,7 +299,9 @@ class Secret:
 
     def quote(self, text: object, limit: int = MAX_QUOTE_CHARS) -> str:
         """Server text made fit to be shown: masked, then escaped, then cut to ``limit`` characters."""
-        safe = escaped(self.mask(text if isinstance(text, str) else _dumps(text)))
+        whole = text if isinstance(text, str) else _dumps(text)
+        most = limit + 12 * len(self._hidden) + 64  # more cannot be shown, and masking a MiB would take long
+        safe = escaped(self.mask(whole) if len(whole) <= most else self.mask_cut(whole[:most]))
         return safe if len(safe) <= limit else safe[: limit - 3] + '...'
 
 
@@ -1417,7 +1439,7 @@ class Wire:
             code = {9: 'tls_expired', 10: 'tls_expired', 62: 'tls_name', 63: 'tls_name', 64: 'tls_name'}.get(exc.verify_code)
             words = f'{exc.verify_message} (OpenSSL verify code {exc.verify_code}); asked for {name}'
             raise StreamFailure(code or 'tls_untrusted', escaped(words)) from None
-        except (OSError, _SendStopped) as exc:  # SSLError is an OSError
+        except (OSError, UnicodeError, _SendStopped) as exc:  # SSLError is an OSError; a name may be no IDNA
             self._alert()
             reason = getattr(exc, 'reason', None) or getattr(exc, 'strerror', None) or str(exc)
             raise StreamFailure('tls_failed', f'TLS handshake failed: {escaped(str(reason))}') from None
@@ -1495,7 +1517,7 @@ class Wire:
                     self.clock.moved = self.clock.now()
                 else:
                     self._buffer += self._early()
-                    if _ANSWER.match(self._buffer):
+                    if _ANSWER.match(self._buffer) or len(self._buffer) > MAX_HEAD_BYTES:
                         raise _SendStopped('the server answered before it had read the request')
             except BlockingIOError:
                 pass
@@ -2245,9 +2267,9 @@ def _error_message(text: str) -> str:
     """The message of an error body: of ``error`` (object or string), ``detail`` or ``message``, else the text itself."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):
-        cut = re.search(r'"(?:message|detail|error)"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")', text) if text.startswith('{') else None
-        return str(json.loads(cut[1], strict=False)) if cut else text.strip()
+    except (ValueError, RecursionError):  # cut, perhaps: then the first message that is whole
+        cut = re.search(r'"(?:message|detail|error)"\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"', text) if text.startswith('{') else None
+        return cut[1] if cut else text.strip()
     for _ in range(3):
         if isinstance(value, dict):
             value = next((value[k] for k in ('error', 'detail', 'message') if value.get(k) is not None), value)
