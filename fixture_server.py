@@ -6,7 +6,7 @@ public report that it comes from.  The mode is the server's, or the request's ow
 one running fixture serves all.  Every answer carries the header field ``X-Stream-Fixture``: it is synthetic.
 
 A mode yields steps: bytes to write, seconds to pause (PAUSE stands for the server's delay), or one of the ends RESET
-and HOLD; without one the connection is closed in good order.
+and HOLD; without one our side is closed (a half close) and the client's close is waited for.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ group(
     ('error-text', 'server_error', 'error is a string', 'transformers serve 5.19', chunks(*START, event({'error': 'compute failed'}))),
     ('error-list', 'server_error', 'error is an array', 'agentgateway/agentgateway#1340', shape({'error': ['overloaded']})),
     ('error-empty', 'server_error', 'error is an empty object', 'coder/aibridge#56', shape({'error': {}})),
-    ('error-false', 'server_error', 'error is false', 'any error that is not null', shape(chunk(error=False))),
+    ('error-false', 'server_error', 'error is false', 'OpenAI API, error is an object or null', shape(chunk(error=False))),
     ('error-flat', 'server_error', 'object "error" with the message at top level', 'older vLLM',
      shape({'object': 'error', 'message': 'out of memory', 'type': 'BadRequestError', 'code': 400})),
     ('error-detail', 'server_error', 'detail without choices', 'FastAPI error bodies', shape({'detail': 'Internal Server Error'})),
@@ -441,7 +441,7 @@ group(
      ''),
     ('json-200', 'not_event_stream', 'a completion that was not streamed', 'WHATWG HTML, the content type',
      sized(json.dumps(COMPLETION).encode(), fields=PLAIN), ''),
-    ('html-200', 'not_event_stream', 'an HTML page with status 200', 'captive portals and login pages',
+    ('html-200', 'not_event_stream', 'an HTML page with status 200', 'RFC 8910, captive portals',
      sized(b'<!doctype html><title>Sign in</title>', fields=('Content-Type: text/html; charset=utf-8',)), ''),
     ('ndjson-200', 'not_event_stream', 'JSON lines', 'Ollama, /api/chat',
      sized(b'{"message":{"content":"READY"},"done":false}\n{"done":true}\n', fields=('Content-Type: application/x-ndjson',)), ''),
@@ -492,7 +492,7 @@ group(
     ('upper-case', 'no_done', 'DATA in place of data', 'WHATWG HTML, field names', chunks(*translated(ANSWER, b'data', b'DATA')), ''),
     ('json-lines', 'no_done', 'bare JSON lines in an event stream', 'earendil-works/pi#8462',
      chunks(*translated(LF_ANSWER, b'data: ', b'')), ''),
-    ('html-as-events', 'no_done', 'an HTML page labelled text/event-stream', 'proxies with a fixed content type',
+    ('html-as-events', 'no_done', 'an HTML page labelled text/event-stream', 'RFC 9110 section 8.3',
      chunks(b'<html><body>Service unavailable</body></html>\n'), ''),
     ('done-lower-case', 'not_json', '[done]', 'OpenAI API, the [DONE] sentinel', chunks(*START, STOP, USAGE, event('[done]'), DONE)),
     ('done-quoted', 'not_an_object', '"[DONE]" in quotes', 'OpenAI API, the [DONE] sentinel',
@@ -504,14 +504,15 @@ group(
      chunks(*START, event(': keep-alive'), *END)),
     ('bad-utf8', 'not_utf8', 'a byte that is not UTF-8', 'WHATWG HTML, UTF-8 always',
      chunks(ROLE, READY, CHECK.replace('✓'.encode(), b'\xff'), *END), 'READY '),
-    ('latin-1', 'not_utf8', 'text in Latin-1', 'charset parameters are ignored', chunks(ROLE, READY, CHECK.replace('✓'.encode(), b'\xe9'),
+    ('latin-1', 'not_utf8', 'text in Latin-1', 'WHATWG HTML, UTF-8 always', chunks(ROLE, READY, CHECK.replace('✓'.encode(), b'\xe9'),
      *END), 'READY '),
     ('overlong-utf8', 'not_utf8', 'an overlong slash', 'RFC 3629 section 3', chunks(ROLE, READY, CHECK.replace('✓'.encode(), b'\xc0\xaf'),
      *END), 'READY '),
     ('utf8-surrogate', 'not_utf8', 'a surrogate encoded in UTF-8', 'RFC 3629 section 3',
      chunks(ROLE, READY, text('\ud83d'), *END), 'READY '),
-    ('utf8-in-comment', 'not_utf8', 'a bad byte in a comment', 'strict decoding', chunks(ROLE, READY, b': \xfe\n', CHECK, *END), 'READY '),
-    ('utf8-cut', 'not_utf8', 'the body ends inside a character', 'strict decoding',
+    ('utf8-in-comment', 'not_utf8', 'a bad byte in a comment', 'RFC 3629 section 3',
+     chunks(ROLE, READY, b': \xfe\n', CHECK, *END), 'READY '),
+    ('utf8-cut', 'not_utf8', 'the body ends inside a character', 'RFC 3629 section 3',
      chunks(*START, STOP, USAGE, DONE[:-2] + b'\xe2\x9c')),
     ('utf-16', 'not_utf8', 'the stream in UTF-16', 'WHATWG HTML, UTF-8 always',
      chunks(*(p.decode().encode('utf-16') for p in ANSWER if isinstance(p, bytes))), ''),
@@ -559,7 +560,7 @@ group(
         {'type': 'text', 'text': 'READY'}]}))),
     ('finish-number', 'bad_shape', 'finish_reason is a number', 'OpenAI API', shape(chunk(finish=0))),
     ('finish-object', 'bad_shape', 'finish_reason is an object', 'SGLang, meta_info', shape(chunk(finish={'type': 'stop'}))),
-    ('finish-long', 'bad_shape', 'finish_reason has 65 characters', 'our limit', shape(chunk(finish='s' * 65))),
+    ('finish-long', 'bad_shape', 'finish_reason has 65 characters', 'OpenAI API, an enumeration; CWE-770', shape(chunk(finish='s' * 65))),
     ('usage-list', 'bad_usage', 'usage is an array', 'OpenAI API', shape(chunk(choices=[], usage=[3]))),
     ('usage-text', 'bad_usage', 'the count is a string', 'OpenAI API', shape(chunk(choices=[], usage={'completion_tokens': '3'}))),
     ('usage-float', 'bad_usage', 'the count is 3.0', 'OpenAI API', shape(chunk(choices=[], usage={'completion_tokens': 3.0}))),
@@ -576,7 +577,7 @@ group(
     ('second-finish', 'second_finish', 'stop and then length', 'ROCm/ATOM#1711',
      chunks(*START, STOP, event(chunk(finish='length')), USAGE, DONE)),
     ('id-changed', 'id_changed', 'text under two ids', 'HKUDS/nanobot#4038', chunks(*START, text('again', id='other'), *END)),
-    ('stitched', 'id_changed', 'an answer that starts anew under another id', 'gateways that retry in mid-stream',
+    ('stitched', 'id_changed', 'an answer that starts anew under another id', 'HKUDS/nanobot#4038, in the gateway',
      chunks(ROLE, READY, *(p.replace(b'$ID', b'$ID-2') for p in (ROLE, READY, CHECK, *END))), 'READY '),
     ('half-surrogate', 'unpaired_surrogate', 'half a surrogate pair', 'RFC 8259 section 7',
      chunks(*START, event('{"choices":[{"index":0,"delta":{"content":"\\ud83d"}}]}'), *END), 'READY ✓\ufffd'),
@@ -598,8 +599,9 @@ group(
      chunks(*ANSWER, fields=(*EVENT_STREAM, 'Connection: close'))),
     ('kept-open', 'passed', 'a whole chunked answer, the connection stays open', 'vLLM 0.32, 5 s keep-alive',
      chunks(*ANSWER, end=(LAST, HOLD))),
-    ('done-kept-open', 'passed', '[DONE], but neither last chunk nor close', 'keep-alive servers', chunks(*ANSWER, end=(HOLD,))),
-    ('one-chunk-all', 'passed', 'everything in one chunk', 'buffering gateways', chunks(FILLED)),
+    ('done-kept-open', 'passed', '[DONE], but neither last chunk nor close', 'openai/openai-node#2725, keep-alive servers',
+     chunks(*ANSWER, end=(HOLD,))),
+    ('one-chunk-all', 'passed', 'everything in one chunk', 'LostRuins/koboldcpp#1168', chunks(FILLED)),
     ('byte-chunks', 'passed', 'every byte in a chunk of its own', 'RFC 9112 section 7.1',
      chunks(*(FILLED[at : at + 1] for at in range(len(FILLED))))),
     ('chunk-extensions', 'passed', 'chunk extensions', 'RFC 9112 section 7.1.1', chunks(*ANSWER, extension=b' ;n="a;b";x')),
@@ -614,7 +616,7 @@ group(
     ('interim-many', 'passed', 'eight interim answers first', 'RFC 9110 section 15.2',
      raw(INTERIM * 8, NO_LENGTH, framed(FILLED), LAST)),
     ('done-then-cut', 'passed', 'the last chunk is missing after [DONE]', 'open-webui/open-webui#29628', chunks(*ANSWER, end=())),
-    ('done-then-reset', 'passed', 'a reset after [DONE]', 'load balancers', chunks(*ANSWER, end=(RESET,))),
+    ('done-then-reset', 'passed', 'a reset after [DONE]', 'RFC 9293 section 3.5.2', chunks(*ANSWER, end=(RESET,))),
     ('done-then-garbage', 'passed', 'bytes that are no chunk after [DONE]', 'RFC 9112 section 7.1', chunks(*ANSWER, end=(b'Oops\r\n',))),
     ('done-then-short', 'passed', 'a Content-Length that claims more after [DONE]', 'RFC 9112 section 6.3', sized(*ANSWER, more=500)),
     ('length-too-long', 'body_cut', 'a Content-Length that claims 500 bytes more', 'python/cpython#115997', sized(*START, more=500)),
@@ -662,7 +664,7 @@ group(
      raw(b'SSH-2.0-OpenSSH_9.2\r\n'), ''),
     ('status-not-number', 'head_malformed', 'the status 2_00', "Python's int()",
      raw(NO_LENGTH.replace(b' 200 ', b' 2_00 '), framed(FILLED), LAST), ''),
-    ('http-0-9', 'head_malformed', 'a body without a head', 'HTTP/0.9', raw(FILLED), ''),
+    ('http-0-9', 'head_malformed', 'a body without a head', 'RFC 9112 appendix C.1', raw(FILLED), ''),
     ('field-broken', 'head_malformed', 'a line without colon before Transfer-Encoding', "http.client's parser",
      raw(head(*EVENT_STREAM, 'no field at all', CHUNKED), framed(FILLED), LAST), ''),
     ('field-blank', 'head_malformed', 'a blank before the colon of a field', 'RFC 9112 section 5.1',
@@ -736,36 +738,37 @@ group(
      repeated((NO_LENGTH, framed(FINISHED)), lambda _: framed(b':\n'), 0.2)),
     ('comments-then-answer', 'passed', 'keep-alive comments for three seconds, then the answer', 'vLLM --sse-keep-alive-interval',
      chunks(*((b': keep-alive\n\n', 1.0) * 3), *ANSWER)),
-    ('slow-text', 'passed', 'a piece of text a second', 'slow engines', chunks(COMMENT, ROLE, 1.0, READY, 1.0, CHECK, 1.0, *END)),
+    ('slow-text', 'passed', 'a piece of text a second', 'vllm-project/vllm#3768', chunks(COMMENT, ROLE, 1.0, READY, 1.0, CHECK, 1.0, *END)),
     ('slow-head', 'passed', 'the head comes with the first token', 'llama-server b11434', lambda request: (1.5, *chunks(*ANSWER)(request))),
 )
 PADDED = event('{"choices":[{"index":0,"delta":{}}],"pad":"' + 'y' * 20_000 + '"}')
 group(
     'size',
-    ('line-of-60000', 'passed', 'a line of 60,000 characters', 'our limit is 65,536', chunks(ROLE, text('READY ✓' + 'y' * 60_000), *END),
-     'READY ✓' + 'y' * 60_000),
-    ('event-of-900000', 'passed', 'an event of 900,000 characters in lines of 16,000', 'our limit is 1,048,576',
+    ('line-of-60000', 'passed', 'a line of 60,000 characters', 'CWE-770; the limit is 65,536',
+     chunks(ROLE, text('READY ✓' + 'y' * 60_000), *END), 'READY ✓' + 'y' * 60_000),
+    ('event-of-900000', 'passed', 'an event of 900,000 characters in lines of 16,000', 'CWE-770; the limit is 1,048,576',
      chunks(ROLE, READY, CHECK, event('{"choices":[],"pad":[' + '\ndata: '.join(['"' + 'y' * 16_000 + '",'] * 56) + '"y"]}'), *END)),
-    ('events-of-20000', 'passed', '20,000 events with text in one go', 'fast engines', chunks(
+    ('events-of-20000', 'passed', '20,000 events with text in one go', 'sgl-project/sglang#12064', chunks(
         ROLE, *(b''.join(text('y') for _ in range(500)) for _ in range(40)), READY, CHECK, *END), 'y' * 20_000 + 'READY ✓'),
     ('comments-of-20000', 'passed', '20,000 comments', 'WHATWG HTML, comments', chunks(*START, b': ping\n\n' * 20_000, *END)),
-    ('line-too-long', 'line_too_long', 'a line of 70,000 characters, and no end', 'our limit is 65,536',
+    ('line-too-long', 'line_too_long', 'a line of 70,000 characters, and no end', 'CWE-770; the limit is 65,536',
      chunks(*START, text('y' * LONG))),
-    ('comment-too-long', 'line_too_long', 'a comment of 70,000 characters, and no end', 'our limit is 65,536',
+    ('comment-too-long', 'line_too_long', 'a comment of 70,000 characters, and no end', 'CWE-770; the limit is 65,536',
      chunks(*START, b': ' + b'y' * LONG + b'\n\n')),
-    ('event-too-long', 'event_too_long', 'an event of 1.2 million characters in lines of 16,000, and no end', 'our limit is 1,048,576',
+    ('event-too-long', 'event_too_long', 'an event of 1.2 million characters in lines of 16,000, and no end',
+     'CWE-770; the limit is 1,048,576',
      chunks(*START, *([b'data: ' + b'y' * 16_000 + b'\n'] * 75))),
-    ('answer-too-long', 'answer_too_long', '1.1 million characters of text, and no end', 'our limit is 1,048,576',
+    ('answer-too-long', 'answer_too_long', '1.1 million characters of text, and no end', 'CWE-770; the limit is 1,048,576',
      chunks(ROLE, *([text('y' * 50_000)] * 22)), 'y' * 1_000_000),
-    ('endless-line', 'line_too_long', 'a line without end', 'memory',
+    ('endless-line', 'line_too_long', 'a line without end', 'CWE-770',
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(b'y' * 8192), 0)),
-    ('endless-data-lines', 'event_too_long', 'data lines without a blank line', 'memory',
+    ('endless-data-lines', 'event_too_long', 'data lines without a blank line', 'CWE-770',
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(b'data: ' + b'y' * 1000 + b'\n'), 0)),
-    ('endless-bare-data', 'event_too_long', 'bare data lines without a blank line', 'memory',
+    ('endless-bare-data', 'event_too_long', 'bare data lines without a blank line', 'CWE-770',
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(b'data\n' * 2000), 0)),
-    ('deltas-flood', 'body_too_large', 'empty deltas as fast as they go', 'memory',
+    ('deltas-flood', 'body_too_large', 'empty deltas as fast as they go', 'CWE-770',
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed(PADDED * 16), 0)),
-    ('flood', 'body_too_large', 'comments as fast as they go', 'memory',
+    ('flood', 'body_too_large', 'comments as fast as they go', 'CWE-770',
      repeated((NO_LENGTH, framed(TEXT_ONLY)), lambda _: framed((b': ' + b'y' * 60_000 + b'\n') * 8), 0)),
 )
 
@@ -941,7 +944,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """http.server's own refusals (bad request line, unknown method) as JSON."""
         with contextlib.suppress(OSError):
-            if not hasattr(self, 'request_version') or self.request_version == 'HTTP/0.9':
+            if not hasattr(self, 'request_version') or self.request_version == 'RFC 9112 appendix C.1':
                 self.request_version = 'HTTP/1.1'
             self._refuse(code, message or self.responses.get(code, ('error', ''))[0])
 

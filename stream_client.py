@@ -251,6 +251,7 @@ class Secret:
     """
 
     _FOLD = re.compile(r'\r?\n[ \t]*')
+    _HALF = re.compile(r'\\{1,8}(?:u[0-9A-Fa-f]{0,3})?|%[0-9A-Fa-f]?|&[#A-Za-z0-9]{0,10}|\r?\n?[ \t]*')  # a form that is cut itself
 
     def __init__(self, key: str | None) -> None:
         self.key = key or ''
@@ -266,8 +267,8 @@ class Secret:
             at = found.end()
         return len(self._hidden), at
 
-    def mask(self, text: str) -> str:
-        """The text without the key."""
+    def mask(self, text: str, stars: bool = False) -> str:
+        """The text with ``[key]`` in place of the key, or with as many asterisks as its form has characters."""
         if not self._hidden or len(text) < len(self._hidden):
             return text
         kept, at = [], 0
@@ -275,19 +276,24 @@ class Secret:
             if first.start() >= at:
                 count, end = self._follow(text, first.start())
                 if count == len(self._hidden):
-                    kept += [text[at : first.start()], '[key]']
+                    kept += [text[at : first.start()], '*' * (end - first.start()) if stars else '[key]']
                     at = end
         return ''.join(kept) + text[at:]
 
+    def begins_at(self, text: str, least: int) -> int:
+        """Where a start of the key, of ``least`` characters or more, stands at the end of ``text``; its length if none does."""
+        for start in range(max(0, len(text) - 12 * len(self._hidden)), len(text)) if self._hidden else ():
+            count, end = self._follow(text, start)
+            if count >= least and (end == len(text) or self._HALF.fullmatch(text, end)):
+                return start
+        return len(text)
+
     def mask_cut(self, text: str) -> str:
-        """The same for a text that was cut somewhere: a start of the key (4 characters or more) at its end is masked too."""
+        """The same for a text that may be cut somewhere: 6 characters of the key or more at its end are masked too."""
         text = self.mask(text)
         body = text.rstrip('\ufffd')  # what a cut inside a character leaves
-        for start in range(max(0, len(body) - 12 * len(self._hidden)), len(body)) if self._hidden else ():
-            count, end = self._follow(body, start)
-            if count >= 4 and end == len(body):
-                return body[:start] + '[key]'
-        return text
+        start = self.begins_at(body, 6)
+        return body[:start] + '[key]' if start < len(body) else text
 
     def mask_all(self, value: Any) -> Any:
         """A JSON value with every string in it masked."""
@@ -301,7 +307,7 @@ class Secret:
         """Server text made fit to be shown: masked, then escaped, then cut to ``limit`` characters."""
         whole = text if isinstance(text, str) else _dumps(text)
         most = limit + 12 * len(self._hidden) + 64  # more cannot be shown, and masking a MiB would take long
-        safe = escaped(self.mask(whole) if len(whole) <= most else self.mask_cut(whole[:most]))
+        safe = escaped(self.mask_cut(whole[:most]))
         return safe if len(safe) <= limit else safe[: limit - 3] + '...'
 
 
@@ -1732,9 +1738,9 @@ class Capture:
     its start waits for the next read. Raises Refused; a write that fails ends the capture (``broken``), never the run.
     """
 
-    def __init__(self, path: str, key: str) -> None:
-        self.path, self.key, self.broken = path, key.encode() if len(key) >= 8 else b'', False
-        self._held = b''
+    def __init__(self, path: str, secret: Secret) -> None:
+        self.path, self.secret, self.broken = path, secret, False
+        self._held = ''
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except (OSError, ValueError) as exc:
@@ -1751,9 +1757,10 @@ class Capture:
 
     def read(self, ms: float, data: bytes, last: bool = False) -> None:
         """Write what one read brought, ``ms`` milliseconds after the head."""
-        data, self._held = (self._held + data).replace(self.key, b'*' * len(self.key)) if self.key else data, b''
-        held = 0 if last else next((n for n in range(len(self.key) - 1, 0, -1) if data.endswith(self.key[:n])), 0)
-        data, self._held = data[: len(data) - held], data[len(data) - held :] if held else b''
+        text = self._held + data.decode('latin-1')  # bytes as characters, so that the key's forms can be looked for
+        masked = self.secret.mask(text, stars=True)
+        at = len(masked) if last else self.secret.begins_at(masked, 1)
+        data, self._held = masked[:at].encode('latin-1'), masked[at:]
         if data:
             try:
                 self.line({'ms': ms, 'text': data.decode()})
@@ -2715,7 +2722,7 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
         args.output = f'stream-{re.sub("[:-]", "", run.started_at)}-{os.urandom(4).hex()}.json'
     try:
         if args.capture is not None:
-            run.capture = Capture(os.fsdecode(args.capture.encode()), run.secret.key)
+            run.capture = Capture(os.fsdecode(args.capture.encode()), run.secret)
         evidence = Evidence(os.fsdecode(args.output.encode()), to_json(run.record)) if args.output != '-' else None
     except Refused as exc:
         if run.capture:
