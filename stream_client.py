@@ -2767,10 +2767,10 @@ def _report(record: dict[str, Any], evidence: Evidence | None, output: str, view
             put(sys.stdout, summary(record, output))
             return status
         view.verdict(record, 'stdout')
-        return status if put(sys.stdout, to_json(record, one_line=True), 10.0) else 3
+        return status if put(sys.stdout, to_json(record, one_line=True), 5.0) else 3
     except OSError as exc:
         put(sys.stderr, f'stream_client.py: the record could not be written to {escaped(output)}: {exc.strerror}\n')
-        put(sys.stdout, to_json(record, one_line=True), 10.0)
+        put(sys.stdout, to_json(record, one_line=True), 5.0)
         return 3
 
 
