@@ -1782,16 +1782,11 @@ class Capture:
 # --- run ----------------------------------------------------------------------------------------------------------------
 
 
-class Options(TypedDict, total=False):
-    """The keyword arguments of ``stream`` and ``ChatStream``; clocks in seconds, limits in characters or bytes."""
+class MoreOptions(TypedDict, total=False):
+    """The further keyword arguments of ``stream``; clocks in seconds, limits in characters or bytes."""
 
-    max_tokens: int
-    idle: float
-    deadline: float
     first_text: float | None
     stall: float | None
-    ca_file: str | None
-    token: str | None
     connect_to: str | None
     messages: list[dict[str, Any]] | None
     system: str | None
@@ -1806,6 +1801,16 @@ class Options(TypedDict, total=False):
     run_id: str | None
     label: str | None
     notes: dict[str, str] | None
+
+
+class Options(MoreOptions, total=False):
+    """The keyword arguments of ``ChatStream``."""
+
+    max_tokens: int
+    idle: float
+    deadline: float
+    ca_file: str | None
+    token: str | None
 
 
 DEFAULTS: Options = {
@@ -2389,19 +2394,21 @@ def client_facts() -> dict[str, Any]:
             'platform': f'{system.sysname} {system.release} {system.machine}'}
 
 
-def stream(url: str, model: str, prompt: str | None, *, on_text: Callable[[str], object] | None = None,
-           **options: Unpack[Options]) -> dict[str, Any]:
+def stream(url: str, model: str, prompt: str | None, *, max_tokens: int = 128, idle: float = 10.0, deadline: float = 60.0,
+           ca_file: str | None = None, token: str | None = None, on_text: Callable[[str], object] | None = None,
+           **options: Unpack[MoreOptions]) -> dict[str, Any]:
     """Ask ``model`` at ``url`` for one streamed answer to ``prompt`` and return the evidence record.
 
-    Keyword arguments: ``max_tokens=128``, ``idle=10.0`` and ``deadline=60.0`` (seconds), ``ca_file``, ``token`` (the API
-    key), ``on_text`` (called with each piece of text as it arrives), and the others of ``Options``.
+    ``idle`` and ``deadline`` are seconds, ``token`` is the API key, ``on_text`` is called with each piece of text as it
+    arrives; the other keyword arguments are those of ``MoreOptions``.
     Raises ValueError for arguments it refuses, before a byte is sent, and whatever ``on_text`` raises, after the
     connection was closed. Every other failure is in the record: ``ok`` is False and ``outcome`` is a key of FAILURES.
     Works in any thread; touches no signal handler, global timeout or other global state.
     """
     if on_text is not None and not callable(on_text):
         raise Refused('on_text', 'must be callable')
-    with ChatStream(url, model, prompt, **options) as answer:
+    given: Options = {'max_tokens': max_tokens, 'idle': idle, 'deadline': deadline, 'ca_file': ca_file, 'token': token, **options}
+    with ChatStream(url, model, prompt, **given) as answer:
         for text in answer:
             if on_text is not None:
                 on_text(text)
