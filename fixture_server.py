@@ -865,7 +865,7 @@ class Handler(BaseHTTPRequestHandler):
         if name == RANDOM:
             name = rng.choice(list(MODES))
             print(f'request {number}: mode {name}', file=sys.stderr, flush=True)
-        if name not in MODES and name != REPLAY:
+        if name not in MODES and not (name == REPLAY and self.server.replayed):
             self._refuse(404, f'there is no mode {name[:80]!a}')
             return
         given = re.sub('[^A-Za-z0-9._-]', '', self.headers.get('X-Request-Id', ''))[:128]
@@ -944,7 +944,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """http.server's own refusals (bad request line, unknown method) as JSON."""
         with contextlib.suppress(OSError):
-            if not hasattr(self, 'request_version') or self.request_version == 'RFC 9112 appendix C.1':
+            if not hasattr(self, 'request_version') or self.request_version == 'HTTP/0.9':
                 self.request_version = 'HTTP/1.1'
             self._refuse(code, message or self.responses.get(code, ('error', ''))[0])
 
@@ -971,6 +971,8 @@ def server(port: int = 18080, mode: str = 'ok', delay: float = 0.05, *, fragment
     if fragment is not None and fragment != 'random' and not (isinstance(fragment, int) and fragment > 0):
         raise ValueError('fragment must be a number of bytes, or random')
     tls = None
+    if key is not None and certificate is None:
+        raise ValueError('a key needs its certificate')
     if certificate is not None:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(certificate, key)
@@ -990,15 +992,15 @@ def replayed(path: str) -> Callable[[Request], Iterable[Step]]:
     with open(path, 'rb') as file:
         data = file.read()
     if not data.startswith(b'{"capture":'):
-        return chunks(*[data] if data else [])
+        return lambda _: (head(*EVENT_STREAM, CHUNKED), *([framed(data)] if data else []), LAST)
     try:
-        first, *lines = [json.loads(line) for line in data.splitlines()]
+        first, *lines = [dict(json.loads(line)) for line in data.splitlines()]
         fields = [f'{k}: {v}' for k, v in first['headers'].items() if k not in ('transfer-encoding', 'content-length', 'connection')]
         reads = [(float(line['ms']), line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True))
-                 for line in lines if 'end' not in line]
+                 for line in lines if 'end' not in line and line.get('text') != '']
         last = lines[-1] if lines and 'end' in lines[-1] else {'end': None}
         start = head(*fields, CHUNKED, status=f'{int(first["status"])} Replayed')
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f'{path} is a malformed capture') from None
 
     def run(_request: Request) -> Iterator[Step]:
@@ -1050,7 +1052,7 @@ def judge(ask: Callable[[str, str, str], bool | None], *, jobs: int = 2, modes: 
             told(result)
         return result
 
-    names = list(modes or MODES)
+    names = list(dict.fromkeys(modes or MODES))
     fixture = server(0, 'ok', 0.02, fragment=fragment, seed=seed, certificate=certificate, key=key)
     url = f'http{"s" if certificate else ""}://127.0.0.1:{fixture.server_port}{PATH}'
     thread = threading.Thread(target=fixture.serve_forever, args=(0.05,), daemon=True)
@@ -1066,23 +1068,40 @@ def judge(ask: Callable[[str, str, str], bool | None], *, jobs: int = 2, modes: 
     return [found[name] for name in names]
 
 
-def command(words: Sequence[str], limit: float) -> Callable[[str, str, str], bool | None]:
+class Command:
     """A client that is a command: exit status 0 means that it took the answer for complete; killed after ``limit`` seconds."""
 
-    def ask(url: str, model: str, mode: str) -> bool | None:
-        filled = [w.replace('{url}', url).replace('{model}', model).replace('{mode}', mode) for w in words]
+    def __init__(self, words: Sequence[str], limit: float) -> None:
+        self.words, self.limit = words, limit
+        self.stopped = 0
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def __call__(self, url: str, model: str, mode: str) -> bool | None:
+        """Run it against one mode."""
+        if self.stopped:
+            return None
+        filled = [w.replace('{url}', url).replace('{model}', model).replace('{mode}', mode) for w in self.words]
         process = subprocess.Popen(filled, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                    start_new_session=True, env={**os.environ, 'MODEL_API_KEY': 'fixture-key-0123456789'})
+        self._running.add(process)
         try:
-            return process.wait(limit) == 0
+            return process.wait(self.limit) == 0
         except subprocess.TimeoutExpired:
             return None
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
+            self._kill(process)
             process.wait()
+            self._running.discard(process)
 
-    return ask
+    def stop(self, number: int, _frame: object = None) -> None:
+        """End what runs and start nothing more: the handler of a signal."""
+        self.stopped = number
+        for process in list(self._running):
+            self._kill(process)
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
 
 
 def mode_rows() -> list[dict[str, str]]:
@@ -1092,6 +1111,8 @@ def mode_rows() -> list[dict[str, str]]:
 
 
 def _fragment(text: str) -> int | str:
+    if text != 'random' and not re.fullmatch('[1-9][0-9]{0,8}', text):
+        raise argparse.ArgumentTypeError('must be a number of bytes, or random')
     return text if text == 'random' else int(text)
 
 
@@ -1105,34 +1126,43 @@ def _print_modes(as_json: bool) -> None:
 
 def _judge_command(args: argparse.Namespace, words: Sequence[str]) -> int:
     """``--judge``: a line a mode and the counts on stdout, progress on stderr; 0 only when all agree, 2 for bad arguments."""
-    modes = args.modes.split(',') if args.modes else []
-    if not words or shutil.which(words[0]) is None:
-        print('fixture_server.py: --judge: behind -- there must be a command that can be run', file=sys.stderr)
-        return 2
+    modes = [] if args.modes is None else list(dict.fromkeys(args.modes.split(',')))
     unknown = [m for m in modes if m not in MODES]
-    if unknown or not 1 <= args.jobs <= 64 or not 0 < args.limit <= HOLD_S:
-        print(f'fixture_server.py: unknown mode {unknown[0][:80]!a}' if unknown else
-              f'fixture_server.py: --jobs is from 1 to 64, --limit above 0 and at most {HOLD_S:g}', file=sys.stderr)
+    refusal = ''
+    if not words or shutil.which(words[0]) is None:
+        refusal = 'behind -- there must be a command that can be run'
+    elif unknown:
+        refusal = f'unknown mode {unknown[0][:80]!a}'
+    elif not 1 <= args.jobs <= 64 or not 0 < args.limit <= HOLD_S:
+        refusal = f'--jobs is from 1 to 64, --limit above 0 and at most {HOLD_S:g}'
+    if refusal:
+        print(f'fixture_server.py: --judge: {refusal}', file=sys.stderr)
         return 2
-    done = itertools.count(1)
-    total = len(modes or MODES)
+    done, total, client = itertools.count(1), len(modes or MODES), Command(words, args.limit)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, client.stop)
 
     def told(result: Judged) -> None:
         print(f'{next(done)}/{total} {result.mode}: {result.verdict}', file=sys.stderr, flush=True)
 
     try:
-        results = judge(command(words, args.limit), jobs=args.jobs, modes=modes, fragment=args.fragment, seed=args.seed,
+        results = judge(client, jobs=args.jobs, modes=modes, fragment=args.fragment, seed=args.seed,
                         certificate=args.certificate, key=args.key, told=told)
     except (ValueError, OSError) as exc:
-        print(f'fixture_server.py: {exc}', file=sys.stderr)
+        print(f'fixture_server.py: --judge: {getattr(exc, "strerror", None) or exc}', file=sys.stderr)
         return 2
+    if client.stopped:
+        print(f'fixture_server.py: --judge: ended by {signal.Signals(client.stopped).name}', file=sys.stderr)
+        return 128 + client.stopped
     counts = {v: sum(r.verdict == v for r in results) for v in ('agrees', 'false success', 'false failure', 'hang')}
     if args.json:
-        print(json.dumps({'command': list(words), 'counts': counts, 'modes': [r._asdict() for r in results]}, indent=1))
+        said = json.dumps({'command': list(words), 'counts': counts, 'modes': [r._asdict() for r in results]}, indent=1)
     else:
-        for r in results:
-            print(f'{r.verdict:14} {r.mode:26} expected {r.expect}')
-        print(f'{total} modes: ' + ', '.join(f'{n} {v}' for v, n in counts.items()))
+        said = '\n'.join([*(f'{r.verdict:14} {r.mode:26} expected {r.expect}' for r in results),
+                          f'{total} modes: ' + ', '.join(f'{n} {v}' for v, n in counts.items())])
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(said + '\n')
+        sys.stdout.flush()
     return 0 if counts['agrees'] == total else 1
 
 
@@ -1172,7 +1202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: threading.Thread(target=fixture.shutdown).start())
-    print(f'fixture in mode {args.mode} on http{"s" if args.certificate else ""}://127.0.0.1:{fixture.server_port}', flush=True)
+    print(f'fixture in mode {fixture.mode} on http{"s" if args.certificate else ""}://127.0.0.1:{fixture.server_port}', flush=True)
     with fixture:
         fixture.serve_forever(0.05)
     return 0

@@ -32,10 +32,12 @@ if __name__ == '__main__':  # Ctrl-C while the imports below run ends the proces
 import argparse
 import base64
 import codecs
+import collections
 import errno
 import functools
 import hashlib
 import http.client
+import itertools
 import json
 import math
 import os
@@ -256,6 +258,10 @@ class Secret:
     def __init__(self, key: str | None) -> None:
         self.key = key or ''
         self._hidden = self.key if len(self.key) >= 8 else ''
+        once = json.dumps(self._hidden)[1:-1]
+        web = ''.join(c if c.isalnum() or c in '-._~' else f'%{ord(c):02X}' for c in self._hidden)
+        exact = (self._hidden, once, once.replace('/', '\\/'), json.dumps(once)[1:-1], web)
+        self._exact = sorted(set(exact), key=len, reverse=True) if self._hidden else []
 
     def _follow(self, text: str, at: int) -> tuple[int, int]:
         """How many characters of the key stand in ``text`` from ``at`` on, and where they end."""
@@ -271,8 +277,12 @@ class Secret:
         """The text with ``[key]`` in place of the key, or with as many asterisks as its form has characters."""
         if not self._hidden or len(text) < len(self._hidden):
             return text
+        for form in self._exact:
+            text = text.replace(form, '*' * len(form) if stars else '[key]')
+        if not re.search(r'[\\%&]|\n[ \t]', text):  # no escape, so there is no other form
+            return text
         kept, at = [], 0
-        for first in _form(self._hidden[0]).finditer(text):
+        for first in re.finditer(f'(?:{_form(self._hidden[0]).pattern})(?=\r?\n|{_form(self._hidden[1]).pattern})', text):
             if first.start() >= at:
                 count, end = self._follow(text, first.start())
                 if count == len(self._hidden):
@@ -282,7 +292,7 @@ class Secret:
 
     def begins_at(self, text: str, least: int) -> int:
         """Where a start of the key, of ``least`` characters or more, stands at the end of ``text``; its length if none does."""
-        for start in range(max(0, len(text) - 12 * len(self._hidden)), len(text)) if self._hidden else ():
+        for start in range(max(0, len(text) - 24 * len(self._hidden)), len(text)) if self._hidden else ():
             count, end = self._follow(text, start)
             if count >= least and (end == len(text) or self._HALF.fullmatch(text, end)):
                 return start
@@ -303,11 +313,11 @@ class Secret:
             return [self.mask_all(v) for v in value]
         return {self.mask(k): self.mask_all(v) for k, v in value.items()} if isinstance(value, dict) else value
 
-    def quote(self, text: object, limit: int = MAX_QUOTE_CHARS) -> str:
-        """Server text made fit to be shown: masked, then escaped, then cut to ``limit`` characters."""
+    def quote(self, text: object, limit: int = MAX_QUOTE_CHARS, cut: bool = False) -> str:
+        """Server text (``cut`` where it may be cut already) made fit to be shown: masked, then escaped, then cut to ``limit``."""
         whole = text if isinstance(text, str) else _dumps(text)
         most = limit + 12 * len(self._hidden) + 64  # more cannot be shown, and masking a MiB would take long
-        safe = escaped(self.mask_cut(whole[:most]))
+        safe = escaped(self.mask_cut(whole[:most]) if cut or len(whole) > most else self.mask(whole))
         return safe if len(safe) <= limit else safe[: limit - 3] + '...'
 
 
@@ -678,11 +688,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) < len(pairs):
         seen: dict[str, Any] = {}
         for key, value in pairs:
-            # Compared as JSON, so that 1, 1.0 and true differ.
-            if key in seen and json.dumps(value, sort_keys=True) != json.dumps(seen[key], sort_keys=True):
+            if key in seen and value is not seen[key] and _differs(value, seen[key]):
                 raise StreamFailure('repeated_key', 'a key stands twice in one object with different values')
             seen[key] = value
     return members
+
+
+def _differs(value: Any, other: Any) -> bool:
+    if isinstance(value, (dict, list)):  # as JSON, so that 1, 1.0 and true differ inside too
+        return json.dumps(value, sort_keys=True) != json.dumps(other, sort_keys=True)
+    return type(value) is not type(other) or value != other
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -698,14 +713,13 @@ def _bounded_int(digits: str) -> int:
     raise StreamFailure('json_limits', f'an integer of more than {MAX_INT_DIGITS} digits')
 
 
+_LEVELS = {'[': 1, '{': 1, ']': -1, '}': -1}
+
+
 def _too_deep(text: str) -> bool:
-    level = 0
     # Strings are skipped whole, one that never ends to the end of the text, so that each character is looked at once.
-    for found in re.finditer(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', text, re.DOTALL):
-        level += 1 if found[0] in ('[', '{') else -1 if found[0] in (']', '}') else 0
-        if level > MAX_NESTING:
-            return True
-    return False
+    tokens = re.findall(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{\]}]', text, re.DOTALL)
+    return max(itertools.accumulate(_LEVELS.get(token, 0) for token in tokens)) > MAX_NESTING
 
 
 _checked = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_bounded_int).decode
@@ -959,9 +973,9 @@ class ChatCompletion:
         try:
             chunk = strict_json(data)
         except StreamFailure as exc:
-            raise StreamFailure(exc.code, f'event {self.seen}: {exc.message}: "{self.secret.quote(data, 120)}"') from None
+            raise StreamFailure(exc.code, f'event {self.seen}: {exc.message}: "{self.secret.quote(data, 120, cut=True)}"') from None
         if type(chunk) is not dict:
-            raise StreamFailure('not_an_object', f'event {self.seen} is JSON but no object: "{self.secret.quote(data, 120)}"')
+            raise StreamFailure('not_an_object', f'event {self.seen} is JSON but no object: "{self.secret.quote(data, 120, cut=True)}"')
         return chunk
 
     def _chunk(self, chunk: dict[str, Any]) -> str:
@@ -1010,7 +1024,7 @@ class ChatCompletion:
         if isinstance(error, dict):
             message = next((error[k] for k in ('message', 'detail', 'error') if error.get(k) is not None), error)
             parts = {'message': message, 'type': error.get('type') or error.get('error_type'), 'code': error.get('code')}
-        self.server_error = {k: self.secret.quote(v) for k, v in parts.items() if v is not None}
+        self.server_error = {k: self.secret.quote(v) for k, v in parts.items() if v is not None or k == 'message'}
         extra = ''.join(f', {k} {v}' for k, v in self.server_error.items() if k != 'message')
         failure = StreamFailure('server_error', f'error in the stream: {self.server_error["message"]}{extra}', event=self.seen)
         raise self._fail(failure)
@@ -2052,6 +2066,11 @@ class ChatStream:
         if self._record is None:
             self.marks['end'] = self.clock.now()
             self._record = build_record(self)
+            if self.capture:
+                self.capture.end(self._record)
+                if self.capture.broken:
+                    self.chat.warnings['capture_incomplete'] = 1
+                    self._record = build_record(self)
 
     def _exchange(self) -> Iterator[str]:
         wire = self._open()
@@ -2114,7 +2133,7 @@ class ChatStream:
                 raise StreamFailure('send_failed', f'the request was not sent whole: {self._stopped}') from None
             raise
         self.marks['head'] = wire.read_at
-        fields = [(k, re.sub('\r?\n[ \t]+', ' ', v)) for k, v in response.msg.items()]  # unfolded
+        fields = [(k, re.sub('\r?\n[ \t]+', ' ', v).strip(' \t')) for k, v in response.msg.items()]  # unfolded
         self.synthetic = response.msg.get(FIXTURE_FIELD) is not None
         self.response.update(
             status=response.status, http_version='1.0' if response.version == 10 else '1.1', interim=interim,
@@ -2238,8 +2257,6 @@ class ChatStream:
         self.digest.update(data)
         if self.capture and data:
             self.capture.read(round((at - self.marks['head']) * 1000, 3), data)
-            if self.capture.broken:
-                self.chat.warnings['capture_incomplete'] = 1
 
     def _progress(self, at: float, events_before: int) -> None:
         if self.chat.data_events > events_before:
@@ -2289,7 +2306,7 @@ def _error_message(text: str) -> str:
 
 
 def _looks_like(excerpt: str) -> str:
-    start = excerpt.lstrip('\\xn0a ')
+    start = re.sub(r'^(?: |\\x0[ad])+', '', excerpt)
     if not excerpt:
         return 'is empty'
     if excerpt == '(gzip)':
@@ -2493,16 +2510,29 @@ class View:
         self.show_text = show_text
         self.colour = _is_terminal(output) and not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
         self._open = False
-        self._kept = b''
+        self._kept: collections.deque[bytes] = collections.deque()
+        self._kept_bytes = 0
 
     def text(self, piece: str) -> None:
         """Show a piece of the answer, with newlines as lines of their own and every other control character escaped."""
-        if not self.show_text or len(self._kept) > 1_048_576:
-            return
-        lines = [escaped(line) for line in piece.replace('\t', '    ').split('\n')]
-        shown = ('' if self._open else '| ') + '\n| '.join(lines)
-        self._open = True
-        self._kept = _written(self.output, self._kept + shown.encode(), 0)
+        if self.show_text:
+            lines = [escaped(line) for line in piece.replace('\t', '    ').split('\n')]
+            shown = ('' if self._open else '| ') + '\n| '.join(lines)
+            self._open = True
+            self._put(shown.encode(), 0)
+
+    def _put(self, data: bytes, patience: float) -> None:
+        if self._kept_bytes < 1_048_576 or patience:
+            self._kept.append(data)
+            self._kept_bytes += len(data)
+        until = time.monotonic() + patience
+        while self._kept:
+            left = _written(self.output, self._kept[0], max(0.0, until - time.monotonic()))
+            self._kept_bytes -= len(self._kept[0]) - len(left)
+            if left:
+                self._kept[0] = left
+                return
+            self._kept.popleft()
 
     def verdict(self, record: Mapping[str, Any], where: str) -> None:
         """One line: passed or failed, at which boundary, why, what to do, and where the record is."""
@@ -2520,7 +2550,7 @@ class View:
             if record['warnings']:
                 said += '; warnings: ' + ', '.join(w['code'] for w in record['warnings'])
         line = ('\n' if self._open else '') + f'{mark} {escaped(said)}; record: {escaped(where)}\n'
-        _written(self.output, self._kept + line.encode('utf-8', 'backslashreplace'), 0.5)
+        self._put(line.encode('utf-8', 'backslashreplace'), 0.5)
 
 
 def _is_terminal(output: Any) -> bool:
@@ -2758,8 +2788,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + exc.number
     view = View(sys.stderr, args.show_text or args.fixture is not None or _is_terminal(sys.stderr))
     number = _carry_out(run, signals, view)
-    if run.capture:
-        run.capture.end(run.record)
     if fixture is not None:
         fixture.shutdown()
         fixture.server_close()

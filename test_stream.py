@@ -532,7 +532,7 @@ class JsonTest(unittest.TestCase):
         nested = '[' + '0,' * 200_000 + '0]'
         for _ in range(90):
             nested = '{"x":' + nested + ',"b":1,"b":1}'
-        for text in ('[' * 101 + '"' + '\\"' * 500_000, '"' + '\\"' * 500_000 + '[' * 101, nested, '[' * 50 + '"[' * 300_000):
+        for text in ('{"choices":[]' + ',"":0' * 200_000 + '}', '[' + '[],' * 340_000 + '[]]', '[' * 101 + '"' + '\\"' * 500_000, '"' + '\\"' * 500_000 + '[' * 101, nested, '[' * 50 + '"[' * 300_000):
             start = time.process_time()
             with contextlib.suppress(StreamFailure):
                 strict_json(text)
@@ -607,7 +607,7 @@ class ChatTest(unittest.TestCase):
             ([TEXT, 'oops'], 'event 2: not JSON: "oops"'),
             ([TEXT, '[]'], 'event 2 is JSON but no object: "[]"'),
             ([{'error': {'message': 'full\x1b[2J', 'type': 'T', 'code': 500}}], 'error in the stream: full\\x1b[2J, type T, code 500'),
-            ([{'error': {'error': {'message': 'deep'}}}], 'error in the stream: deep'),
+            ([{'error': {'error': {'message': 'deep'}}}], 'error in the stream: deep'), ([{'error': 'null'}], 'error in the stream: null'),
             ([{'detail': [{'msg': 'bad'}]}], 'error in the stream: [{"msg":"bad"}]'),
             ([chunk(finish='length'), DONE], 'finish_reason is "length", expected "stop"'),
             ([chunk('a', 'stop'), chunk('b')], 'text after finish_reason "stop"'),
@@ -683,7 +683,8 @@ class ChatTest(unittest.TestCase):
             (line + data(TEXT, STOP, DONE), 'server_error', ''),
             (data(TEXT, STOP, DONE) + line, 'passed', 'Hi'),
             (data(TEXT, STOP) + b'data: [DONE]\n' + line + b'\n', 'server_error', 'Hi'),
-            (data(TEXT) + line + b'\xff', 'server_error', 'Hi'),
+            (data(TEXT) + line + b'\xff', 'server_error', 'Hi'), (data(TEXT) + b'error: null\n', 'server_error', 'Hi'),
+            (data(TEXT) + b'event: error\ndata: null\n\n', 'server_error', 'Hi'),
         ]:
             for pieces in ([raw], cut(raw, range(len(raw)))):
                 with self.subTest(raw=raw[:60], pieces=len(pieces)):
@@ -924,6 +925,10 @@ class PolicyTest(unittest.TestCase):
                      ''.join(f'&#x{ord(c):x};' for c in KEY), KEY[:7] + '\r\n\t' + KEY[7:]):
             shown = secret.quote('x' * 280 + form, 300)
             self.assertNotIn('sk', shown)
+        for key in ('sk\\\\abcdefgh', 'sk%25abcdefgh', 'sk&amp;abcdefgh', 'abcd\\u005cfgh', '33bcdefghij'):
+            for form in (key, '%' + key, json.dumps(key)[1:-1]):
+                self.assertIn('[key]', Secret(key).mask(f'x {form} y'), (key, form))
+        self.assertEqual(Secret('uvicorn-1234567').quote('uvicorn'), 'uvicorn')
         self.assertEqual(secret.mask_cut('bad ' + KEY[:9]), 'bad [key]')
         self.assertEqual(secret.mask_cut('bad ' + html.escape(KEY)[:16] + '\ufffd'), 'bad [key]')
         self.assertEqual(secret.mask_cut('not a start: sk'), 'not a start: sk')
@@ -1752,6 +1757,20 @@ class EvidenceTest(Directory):
                 process.communicate(timeout=20)
                 self.assertEqual(process.returncode, 3)
 
+    def test_a_view_that_nobody_reads_costs_no_time(self) -> None:
+        reader, writer = os.pipe()
+        with open(writer, 'wb', buffering=0) as output:
+            view = stream_client.View(output, True)
+            start = time.process_time()
+            for _ in range(100_000):
+                view.text('abcdefghijkl')
+            self.assertLess(time.process_time() - start, 5)
+            os.set_blocking(reader, False)
+            os.read(reader, 1_000_000)
+            view.text('again')
+            self.assertGreater(len(os.read(reader, 1_000_000)), 1000)
+        os.close(reader)
+
     def test_a_slow_reader_of_stderr_changes_neither_verdict_nor_time(self) -> None:
         with fixture('line-of-60000') as url:
             process = self.start('--url', url, '--output', 'run.json', '--show-text', '--idle', '3', '--deadline', '4')
@@ -2089,7 +2108,7 @@ class FixtureTest(Directory):
             rows: list[tuple[int, dict[str, Any]]] = [
                 (404, {'path': '/'}), (400, {'body': b'{'}), (400, {'body': b'[]'}), (400, {'body': b'{"model":"m"}'}), (400, {'body': b'{"stream":true}'}),
                 (400, {'body': b'{"model":"m","stream":1}'}), (404, {'body': b'{"model":"mode:nonsense","stream":true}'}), (400, {'body': b'[' * 60_000}),
-                (413, {'body': b'x' * 70_000}), (404, {'method': 'GET'}), (501, {'method': 'PUT'}), (400, {'body': b'\xff'}),
+                (404, {'body': b'{"model":"mode:replay","stream":true}'}), (413, {'body': b'x' * 70_000}), (404, {'method': 'GET'}), (501, {'method': 'PUT'}), (400, {'body': b'\xff'}),
             ]
             for want, options in rows:
                 with self.subTest(want=want, options=str(options)[:60]):
@@ -2350,7 +2369,7 @@ def patient(call: Callable[[], bool], seconds: float) -> bool | None:
     return said[0] if said else None
 
 
-class JudgeTest(unittest.TestCase):
+class JudgeTest(Directory):
     """The judge is judged: deliberately wrong clients, one fault each, are caught by the modes meant for them."""
 
     def test_the_plain_client_without_a_fault_agrees(self) -> None:
@@ -2382,7 +2401,16 @@ class JudgeTest(unittest.TestCase):
         wrong = [sys.executable, '-c', 'import sys, time; time.sleep(30 if "length" in sys.argv[1] else 0); sys.exit(sys.argv[1] == "ok")', '{mode}']
         done = run('--judge', '--modes', modes, '--limit', '1', '--', *wrong, program=FIXTURE)
         self.assertEqual((done.returncode, done.stdout.splitlines()[-1]), (1, '3 modes: 0 agrees, 1 false success, 1 false failure, 1 hang'))
-        for args in (['--judge'], ['--judge', '--'], ['--judge', '--', 'no-such-command'], ['--judge', '--modes', 'x', '--', 'true'],
+        process = subprocess.Popen([sys.executable, FIXTURE, '--judge', '--modes', 'ok', '--', sys.executable, '-c',
+                                    f'import time, os; open({str(self.here / "pid")!r}, "w").write(str(os.getpid())); time.sleep(60)'],
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+        self.wait_for(lambda: (self.here / 'pid').exists() and (self.here / 'pid').read_text())
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=10)
+        self.assertEqual((process.returncode, err.splitlines()[-1]), (143, b'fixture_server.py: --judge: ended by SIGTERM'))
+        with self.assertRaises(ProcessLookupError):
+            os.kill(int((self.here / 'pid').read_text()), 0)
+        for args in (['--judge', '--modes', '', '--', 'true'], ['--judge', '--key', 'x', '--', 'true'], ['--judge'], ['--judge', '--'], ['--judge', '--', 'no-such-command'], ['--judge', '--modes', 'x', '--', 'true'],
                      ['--judge', '--jobs', '0', '--', 'true'], ['--judge', '--limit', '99', '--', 'true']):
             done = run(*args, program=FIXTURE)
             self.assertEqual((done.returncode, done.stdout, done.stderr.count('\n')), (2, '', 1), args)
