@@ -2001,6 +2001,7 @@ class ChatStream:
         self.marks: dict[str, float] = {}  # seconds on the clock
         self.gaps: list[float] = []  # milliseconds
         self.reads = self.content_reads = 0
+        self._booked = 0  # content events whose times were booked
         self.longest_gap = 0.0
         self.digest = hashlib.sha256()
         self.wire: Wire | None = None
@@ -2064,6 +2065,8 @@ class ChatStream:
         if self.wire:
             self.wire.shut()
         if self._record is None:
+            if self.wire:
+                self._book_text(self.wire.read_at)
             self.marks['end'] = self.clock.now()
             self._record = build_record(self)
             if self.capture:
@@ -2241,17 +2244,23 @@ class ChatStream:
                               ('finish', chat.finish_reason is not None), ('done', chat.done)):
             if reached and name not in marks:
                 marks[name] = at
-        new = chat.content_events - content_before
-        if new:
-            self.content_reads += 1
-            if content_before:
-                self.gaps.append(round((at - marks['last_text']) * 1000, 3))
-            self.gaps.extend([0.0] * (new - 1))
-            marks['last_text'] = at
+        self.content_reads += chat.content_events > content_before
+        self._book_text(at)
         self._progress(at, events_before)
         stage = 'completion' if chat.finish_reason else 'protocol' if chat.seen else 'events' if 'first_byte' in marks else ''
         self.clock.boundary = stage or 'framing'
         self.clock.phase = 'waiting for [DONE]' if chat.finish_reason else 'waiting for more of the body'
+
+    def _book_text(self, at: float) -> None:
+        """Book the times of text that came by ``at``. A signal may cut it anywhere: called again, it completes what is missing."""
+        count = self.chat.content_events
+        if count and 'last_text' not in self.marks:
+            self.marks['last_text'] = at
+        due = count - 1 - len(self.gaps)
+        if due > 0:
+            self.gaps.extend([round((at - self.marks['last_text']) * 1000, 3), *[0.0] * (due - 1)])
+        if count > self._booked:
+            self._booked, self.marks['last_text'] = count, at
 
     def _keep(self, data: bytes, at: float) -> None:
         self.digest.update(data)

@@ -1022,6 +1022,23 @@ class InterfaceTest(unittest.TestCase):
             pass
         self.assertEqual((answer.record['outcome'], server.requests), ('interrupted', []))
 
+    def test_a_run_cut_while_it_books_a_read_has_a_whole_record(self) -> None:
+        booked = ChatStream._book_text
+        calls: list[float] = []
+
+        def cut_short(run: ChatStream, at: float) -> None:
+            calls.append(at)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            booked(run, at)
+
+        with fixture() as url, unittest.mock.patch.object(ChatStream, '_book_text', cut_short):
+            answer = ChatStream(url, 'm', 'p')
+            with self.assertRaises(KeyboardInterrupt):
+                list(answer)
+        check_record(self, answer.record)
+        self.assertEqual(answer.record['outcome'], 'interrupted')
+
     def test_a_fault_of_ours_is_a_record(self) -> None:
         with fixture() as url, unittest.mock.patch.object(ChatCompletion, 'take', side_effect=ZeroDivisionError(KEY)):
             record = stream(url, 'm', 'p')
