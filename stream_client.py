@@ -433,7 +433,7 @@ class Body:
                     self._state = 'crlf'
             elif self._state == 'crlf':
                 if data[at] != 13 or (at + 1 < size and data[at + 1] != 10):
-                    self._malformed(data, at + (data[at] == 13), at, 'CRLF after the chunk data')
+                    self._malformed(data, at + (data[at] == 13), 'CRLF after the chunk data')
                 elif at + 1 == size:
                     break
                 else:
@@ -468,11 +468,11 @@ class Body:
         found = start.match(data, at, stop)
         good = found.end() if found else at
         if good < stop:
-            self._malformed(data, good, at, wanted)
+            self._malformed(data, good, wanted)
         elif stop - at == MAX_CHUNK_LINE_BYTES:
             self.failure = StreamFailure('chunk_malformed', f'expected {wanted}, found a line of over {stop - at} bytes')
 
-    def _malformed(self, data: bytes, wrong: int, _at: int, wanted: str) -> None:
+    def _malformed(self, data: bytes, wrong: int, wanted: str) -> None:
         # The bytes held from earlier reads stand in front of data, and _wire counts up to the first held byte.
         found = f'byte 0x{data[wrong]:02x} ({chr(data[wrong])!a})' if wrong < len(data) else 'nothing'
         where = f'offset {self._wire + wrong} of the framed body'
@@ -1360,7 +1360,6 @@ class Wire:
     def __init__(self, sock: socket.socket, clock: Clock, secret: Secret) -> None:
         self.sock, self.clock, self.secret = sock, clock, secret
         self.read_at = clock.now()
-        self.first_at: float | None = None  # the first byte of the answer
         self.truncated = False  # TLS ended without close_notify
         self.tls: ssl.SSLObject | None = None
         self._in: ssl.MemoryBIO | None = None
@@ -1464,7 +1463,6 @@ class Wire:
             reason = getattr(exc, 'reason', None) or getattr(exc, 'strerror', None) or str(exc)
             raise StreamFailure('tls_failed', f'TLS handshake failed: {escaped(str(reason))}') from None
         self.tls = tls
-        self.first_at = None
 
     def _alert(self) -> None:
         try:
@@ -1517,8 +1515,6 @@ class Wire:
                     raise
                 continue
             self.read_at = self.clock.moved = self.clock.now()
-            if self.first_at is None:
-                self.first_at = self.read_at
             return raw
 
     def _send(self, data: bytes, answers: bool = False) -> None:
@@ -1548,8 +1544,6 @@ class Wire:
         """What came while the request is being sent, decrypted; nothing where it was only TLS's own."""
         raw = self.sock.recv(READ_BYTES)
         self.read_at = self.clock.moved = self.clock.now()
-        if self.first_at is None:
-            self.first_at = self.read_at
         if not raw:
             raise _SendStopped('the server closed its side')
         if not self.tls or not self._in:

@@ -118,7 +118,6 @@ class Raw:
     def __init__(self, script: Callable[[socket.socket], None], read: bool = True, buffer: int = 0) -> None:
         self.script, self.read = script, read
         self.requests: list[bytes] = []
-        self.closed_at: list[float] = []
         self.socket = socket.socket()
         if buffer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
