@@ -208,6 +208,7 @@ class Mode(NamedTuple):
 
 
 ANSWER = (*START, *END)
+STEADY = (ROLE, *((0.12, text('one ')) * 12), *END)
 ERROR = {'message': 'EngineCore encountered an issue.', 'type': 'InternalServerError', 'param': None, 'code': 500}
 TOOL = {'tool_calls': [{'index': 0, 'id': 'call-1', 'type': 'function', 'function': {'name': 'look', 'arguments': '{"a'}}]}
 LONG = 70_000
@@ -739,6 +740,10 @@ group(
     ('comments-then-answer', 'passed', 'keep-alive comments for three seconds, then the answer', 'vLLM --sse-keep-alive-interval',
      chunks(*((b': keep-alive\n\n', 1.0) * 3), *ANSWER)),
     ('slow-text', 'passed', 'a piece of text a second', 'vllm-project/vllm#3768', chunks(COMMENT, ROLE, 1.0, READY, 1.0, CHECK, 1.0, *END)),
+    ('steady-text', 'passed', 'twelve pieces of text, one every 0.12 s', 'vLLM 0.32, one event a token', chunks(*STEADY), 'one ' * 12),
+    ('steady-until-close', 'passed', 'the same, ended by closing', 'vLLM behind nginx with HTTP/1.0', until_close(*STEADY), 'one ' * 12),
+    ('held-back', 'passed', '1.5 s of silence, then the same at once', 'nginx 1.22, proxy_buffering',
+     chunks(1.5, b''.join(piece for piece in STEADY if isinstance(piece, bytes))), 'one ' * 12),
     ('slow-head', 'passed', 'the head comes with the first token', 'llama-server b11434', lambda request: (1.5, *chunks(*ANSWER)(request))),
 )
 PADDED = event('{"choices":[{"index":0,"delta":{}}],"pad":"' + 'y' * 20_000 + '"}')
