@@ -53,6 +53,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypedDict
 
 if TYPE_CHECKING:
     import ssl
+    import subprocess
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from types import FrameType, TracebackType
 
@@ -104,7 +105,7 @@ class Kind(NamedTuple):
 
 REACHED = ''  # the boundary of the clock codes: the one that the run had reached
 BOUNDARIES = (
-    'resolve', 'connect', 'tls', 'send', 'head', 'status', 'content', 'framing', 'events', 'json', 'protocol',
+    'resolve', 'connect', 'tunnel', 'tls', 'send', 'head', 'status', 'content', 'framing', 'events', 'json', 'protocol',
     'completion', 'client',
 )
 
@@ -113,18 +114,20 @@ FAILURES = {
     'connect_refused': Kind('connect', 'nothing listens on that port', 'is the server up, and the port or tunnel right?'),
     'connect_failed': Kind('connect', 'no address could be connected', 'check route, firewall and tunnel'),
     'not_loopback': Kind('connect', 'plain HTTP would leave this host', 'use https, or a tunnel that ends on loopback'),
+    'tunnel_failed': Kind('tunnel', 'ssh gave no tunnel, or the tunnel broke', 'see what ssh says; then the same by hand: '
+                          'ssh -o BatchMode=yes -W HOST:PORT DESTINATION'),
     'tls_untrusted': Kind('tls', 'the certificate has no trusted issuer', 'name the private CA with --ca-file'),
     'tls_expired': Kind('tls', 'the certificate is not valid at this time', 'renew it, and check the clock of this host'),
     'tls_name': Kind('tls', 'the certificate is for another name', 'use its name in --url; --connect-to dials elsewhere'),
     'tls_failed': Kind('tls', 'the TLS handshake or record layer failed', 'plain HTTP on that port? TLS below 1.2?'),
     'send_failed': Kind('send', 'the connection broke while the request was sent', 'see the log of server and proxy'),
     'closed_before_head': Kind('head', 'closed before the status line and fields were whole',
-                               'the server crashed, or a proxy gave up (idle limits of 60, 100 or 300 s are usual)'),
+                               'the server crashed, a proxy gave up (idle limits of 60, 100 or 300 s are usual), or that port speaks TLS'),
     'head_malformed': Kind('head', 'status line or header fields break HTTP/1.1', 'is this an HTTP/1.1 server at all?'),
     'head_too_large': Kind('head', 'status line or header fields exceed the limit', 'a proxy or server adds too many'),
     'interim_limit': Kind('head', 'too many interim (1xx) answers', 'the server or proxy never sends the final answer'),
     'http_status': Kind('status', 'a status other than 200', 'see the excerpt: 401 or 403 is the key, 404 the URL path or '
-                        'the model, 400 the request or its length, 429 and 503 load'),
+                        'the model, 400 the request or its length, 429 and 503 load, 502 and 504 what stands behind the proxy'),
     'redirect': Kind('status', 'a redirect, which is never followed', 'use the final URL (a trailing slash, http for https?)'),
     'not_event_stream': Kind('content', 'the body is not text/event-stream', 'does this path stream? is it the right server?'),
     'encoded_body': Kind('content', 'the body is compressed or otherwise encoded', 'turn compression off for this path'),
@@ -1345,6 +1348,120 @@ def _peer(address: tuple[Any, ...]) -> str:
     return f'[{address[0]}]:{address[1]}' if ':' in str(address[0]) else f'{address[0]}:{address[1]}'
 
 
+class Tunnel:
+    """``ssh -W`` as a child process: its standard streams are the connection to the far side, and no local port is opened.
+
+    One thread starts the child, keeps the end of what it says on stderr and waits for it, so that no signal can come between
+    its start and ``stop``. The child has no terminal and no variable that holds the key.
+    """
+
+    def __init__(self, destination: tuple[str | None, str, int | None], options: Sequence[str], to: str, secret: Secret) -> None:
+        user, host, port = destination
+        # ssh takes the first value of an option. LogLevel: below INFO the reason of a failure is not told
+        options = ('BatchMode=yes', 'ControlMaster=no', 'ControlPath=none', 'LogLevel=INFO', *options)
+        self._command = ['ssh', '-W', to, *(word for option in options for word in ('-o', option)),
+                         *(('-p', str(port)) if port else ()), *(('-l', user) if user else ()), '--', host]
+        self._secret = secret
+        self._said: collections.deque[str] = collections.deque(maxlen=64)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._carry, name='ssh', daemon=True)
+        self.opened_at: float | None = None
+        # Two pairs, since ssh closes only its output when the far side has no more to send
+        self.sock, self._theirs_out = socket.socketpair()
+        self.out, self._theirs_in = socket.socketpair()
+        self.out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)  # what waits for ssh is no progress
+        self._unread: socket.socket | None = self._theirs_in.dup()
+
+    def start(self) -> None:
+        """Start ssh. Whoever calls this calls ``stop``."""
+        self._thread.start()
+
+    def _carry(self) -> None:
+        import subprocess
+
+        key = self._secret.key
+        environment = {k: v for k, v in os.environ.items()
+                       if k != KEY_VARIABLE and not (key and (v == key or (len(key) >= 8 and key in v)))}
+        try:
+            with self._theirs_in, self._theirs_out:
+                child = self._child = subprocess.Popen(  # noqa: S603  # every word was checked
+                    self._command, stdin=self._theirs_in.fileno(), stdout=self._theirs_out.fileno(), stderr=subprocess.PIPE,
+                    env=environment, start_new_session=True)
+        except OSError as exc:
+            self._said.append(f'ssh did not start: {exc.strerror}')
+            return
+        finally:
+            self._started.set()
+        with child:
+            for line in iter(lambda: child.stderr.readline(1000) if child.stderr else b'', b''):
+                said = line.decode('utf-8', 'replace').strip()
+                if said and not said.startswith(('@@', '**', 'Warning: Permanently added')):
+                    self._said.append(said)
+
+    def await_open(self, clock: Clock) -> None:
+        """After the first bytes were sent: return once ssh took them, as it does when the channel is open, or once it ended.
+
+        Raises StreamFailure of a clock, with the boundary ``tunnel``.
+        """
+        if self._unread is None:
+            return
+        before = clock.boundary, clock.phase
+        clock.enter('tunnel', 'opening the SSH tunnel')
+        poller = select.poll()
+        poller.register(self.sock, select.POLLIN)
+        try:
+            while not poller.poll(min(5, math.ceil(clock.remaining() * 1000))):
+                self._unread.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            opened = bool(self.sock.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            opened = True
+        if opened:
+            self.opened_at = clock.now()
+        self._unread.close()  # from here on the child alone holds that end
+        self._unread = None
+        clock.enter(*before)
+
+    def failure(self, patience: float) -> str | None:
+        """Why the tunnel broke, in ssh's last words; None where it did not. ssh has ``patience`` seconds to end."""
+        self._thread.join(patience)
+        status = self._child.poll() if self._child else 255
+        if not status:  # it still runs, or the far side closed everything
+            return None
+        how = f'ssh was ended by signal {-status}' if status < 0 else f'ssh ended with status {status}'
+        return self._secret.quote('; '.join(list(self._said)[-2:])) or f'{how} and said nothing'
+
+    def stop(self) -> None:
+        """End the child and those it started: a moment for SIGTERM, then SIGKILL."""
+        if self._thread.ident is not None:
+            self._started.wait(1)
+        for end in (self._theirs_in, self._theirs_out, self._unread):
+            if end:
+                end.close()
+        for number, patience in ((signal.SIGTERM, 0.05), (signal.SIGKILL, 0.2)):
+            if self._child and self._thread.is_alive():
+                try:
+                    os.killpg(self._child.pid, number)
+                except OSError:
+                    pass
+                self._thread.join(patience)
+
+
+def _presented(tls: ssl.SSLObject, code: str) -> str:
+    """What a certificate that was not accepted says of itself in this matter; '' where this interpreter hides it."""
+    try:
+        chain = tls._sslobj.get_unverified_chain()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way
+        told = chain[0].get_info()
+        names = [name for _, name in told.get('subjectAltName', ())]
+        if code == 'tls_expired':
+            return f', the certificate is valid from {told["notBefore"]} to {told["notAfter"]}'
+        if code == 'tls_untrusted':
+            return ', the certificate was issued by ' + ', '.join(value for part in told['issuer'] for _, value in part)
+        return f', the certificate names {", ".join(names[:8])}' if names else ', the certificate has no subject alternative name'
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return ''
+
+
 class _SendStopped(Exception):
     """The request was not sent whole: the server answered, closed or reset while it was being sent."""
 
@@ -1357,9 +1474,12 @@ class Wire:
     each socket read is one clocked operation in the handshake too, and ``read_at`` is the time it returned.
     """
 
-    def __init__(self, sock: socket.socket, clock: Clock, secret: Secret) -> None:
-        self.sock, self.clock, self.secret = sock, clock, secret
+    def __init__(self, link: socket.socket | Tunnel, clock: Clock, secret: Secret) -> None:
+        self.tunnel = link if isinstance(link, Tunnel) else None
+        self.sock, self.out = (link.sock, link.out) if isinstance(link, Tunnel) else (link, link)
+        self.clock, self.secret = clock, secret
         self.read_at = clock.now()
+        self.ended = False  # the connection itself ended, well or badly
         self.truncated = False  # TLS ended without close_notify
         self.tls: ssl.SSLObject | None = None
         self._in: ssl.MemoryBIO | None = None
@@ -1395,6 +1515,10 @@ class Wire:
                 self.head_bytes += len(self._buffer)
                 raise StreamFailure('closed_before_head', f'connection closed after {self.head_bytes} bytes of the head')
             self._buffer += raw
+            if self._buffer.startswith(b'\x15\3') and self._status_due:
+                break
+        if self._buffer.startswith(b'\x15\3') and self._status_due:  # the start of an alert record
+            raise StreamFailure('head_malformed', 'expected an HTTP/1.1 status line, found a TLS alert: that port speaks TLS, use https')
         line = bytes(self._buffer[: end + 1])
         del self._buffer[: end + 1]
         self._searched = 0
@@ -1440,6 +1564,7 @@ class Wire:
         import ssl
 
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        raw = b''
         try:
             tls = context.wrap_bio(self._in, self._out, server_hostname=name)
             while True:
@@ -1456,19 +1581,21 @@ class Wire:
         except ssl.SSLCertVerificationError as exc:
             self._alert()
             code = {9: 'tls_expired', 10: 'tls_expired', 62: 'tls_name', 63: 'tls_name', 64: 'tls_name'}.get(exc.verify_code)
-            words = f'{exc.verify_message} (OpenSSL verify code {exc.verify_code}); asked for {name}'
-            raise StreamFailure(code or 'tls_untrusted', escaped(words)) from None
+            code = code or 'tls_untrusted'
+            words = f'{exc.verify_message} (OpenSSL verify code {exc.verify_code}); asked for {name}{_presented(tls, code)}'
+            raise StreamFailure(code, self.secret.quote(words)) from None
         except (OSError, UnicodeError, _SendStopped) as exc:  # SSLError is an OSError; a name may be no IDNA
             self._alert()
             reason = getattr(exc, 'reason', None) or getattr(exc, 'strerror', None) or str(exc)
-            raise StreamFailure('tls_failed', f'TLS handshake failed: {escaped(str(reason))}') from None
+            plain = '; that port speaks plain HTTP' if raw.startswith(b'HTTP/') else ''
+            raise StreamFailure('tls_failed', f'TLS handshake failed: {escaped(str(reason))}{plain}') from None
         self.tls = tls
 
     def _alert(self) -> None:
         try:
             if self._out and self._out.pending:
-                self.sock.setblocking(False)
-                self.sock.send(self._out.read())
+                self.out.setblocking(False)
+                self.out.send(self._out.read())
         except OSError:
             pass
 
@@ -1499,11 +1626,12 @@ class Wire:
 
     def shut(self) -> None:
         """Close the connection at once, so that the server can abort what it still computes."""
-        try:
-            self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self.sock.close()
+        for sock in {self.sock, self.out}:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            sock.close()
 
     def _receive(self) -> bytes:
         while True:
@@ -1514,23 +1642,34 @@ class Wire:
                 if exc.errno is not None:  # ETIMEDOUT: the kernel gave the connection up
                     raise
                 continue
+            except OSError:
+                self.ended = True
+                raise
             self.read_at = self.clock.moved = self.clock.now()
+            self.ended = not raw
             return raw
 
     def _send(self, data: bytes, answers: bool = False) -> None:
         """Send all of ``data``. With ``answers`` an answer that comes meanwhile stops it, unless it is an interim one."""
+        wanted = {self.out.fileno(): select.POLLOUT}
+        if answers:
+            wanted[self.sock.fileno()] = wanted.get(self.sock.fileno(), 0) | select.POLLIN
         poller = select.poll()
-        poller.register(self.sock, select.POLLOUT | select.POLLIN if answers else select.POLLOUT)
+        for fd, events in wanted.items():
+            poller.register(fd, events)
         view = memoryview(data)
         self.sock.setblocking(False)
+        self.out.setblocking(False)
         while view:
-            ready = poller.poll(math.ceil(self.clock.remaining() * 1000))
+            ready = dict(poller.poll(math.ceil(self.clock.remaining() * 1000)))
             if not ready:
                 continue
             try:
-                if ready[0][1] & ~select.POLLIN:
-                    view = view[self.sock.send(view[:READ_BYTES]) :]
+                if ready.get(self.out.fileno(), 0) & ~select.POLLIN:
+                    view = view[self.out.send(view[:READ_BYTES]) :]
                     self.clock.moved = self.clock.now()
+                    if self.tunnel:
+                        self.tunnel.await_open(self.clock)
                 else:
                     self._buffer += self._early()
                     if _ANSWER.match(self._buffer) or len(self._buffer) > MAX_HEAD_BYTES:
@@ -1538,6 +1677,7 @@ class Wire:
             except BlockingIOError:
                 pass
             except OSError as exc:
+                self.ended = True
                 raise _SendStopped(exc.strerror or type(exc).__name__) from None
 
     def _early(self) -> bytes:
@@ -1545,6 +1685,7 @@ class Wire:
         raw = self.sock.recv(READ_BYTES)
         self.read_at = self.clock.moved = self.clock.now()
         if not raw:
+            self.ended = True
             raise _SendStopped('the server closed its side')
         if not self.tls or not self._in:
             return raw
@@ -1796,6 +1937,8 @@ class MoreOptions(TypedDict, total=False):
     first_text: float | None
     stall: float | None
     connect_to: str | None
+    ssh: str | None
+    ssh_option: Sequence[str]
     messages: list[dict[str, Any]] | None
     system: str | None
     extra_body: dict[str, Any] | None
@@ -1823,8 +1966,8 @@ class Options(MoreOptions, total=False):
 
 DEFAULTS: Options = {
     'max_tokens': 128, 'idle': 10.0, 'deadline': 60.0, 'first_text': None, 'stall': None, 'ca_file': None, 'token': None,
-    'connect_to': None, 'messages': None, 'system': None, 'extra_body': None, 'accept_finish': (), 'tolerate': (),
-    'fail_on': (), 'max_line_chars': MAX_LINE_CHARS, 'max_event_chars': MAX_EVENT_CHARS,
+    'connect_to': None, 'ssh': None, 'ssh_option': (), 'messages': None, 'system': None, 'extra_body': None,
+    'accept_finish': (), 'tolerate': (), 'fail_on': (), 'max_line_chars': MAX_LINE_CHARS, 'max_event_chars': MAX_EVENT_CHARS,
     'max_answer_chars': MAX_ANSWER_CHARS, 'max_stream_bytes': MAX_STREAM_BYTES, 'run_id': None, 'label': None, 'notes': None,
 }
 LIMITS = ('max_line_chars', 'max_event_chars', 'max_answer_chars', 'max_stream_bytes')
@@ -1916,6 +2059,28 @@ def _checked_notes(o: Options) -> dict[str, str]:
     return notes
 
 
+def _checked_ssh(destination: Any, options: Any) -> tuple[str | None, str, int | None] | None:
+    if not isinstance(options, (list, tuple)):
+        raise Refused('ssh_option', 'must be a list of strings')
+    for option in options:
+        if not isinstance(option, str) or not re.fullmatch('[A-Za-z][A-Za-z0-9]{1,63}(=| +)[^\x00-\x1f\x7f]{1,4096}', option):
+            raise Refused('ssh_option', 'must be NAME=VALUE, as for ssh -o')
+    if destination is None:
+        if options:
+            raise Refused('ssh_option', 'needs --ssh')
+        return None
+    words = destination if isinstance(destination, str) else ''
+    parts = re.fullmatch(r'(?:([A-Za-z0-9._][A-Za-z0-9._-]{0,63})@)?([A-Za-z0-9._\[].*)', words)
+    if not parts:
+        raise Refused('ssh', 'must be [USER@]HOST[:PORT]')
+    host, port = _authority('ssh', parts[2], 22)
+    import shutil
+
+    if shutil.which('ssh') is None:
+        raise Refused('ssh', 'needs the program ssh (OpenSSH), and there is none')
+    return parts[1], host, port if re.search(r':[0-9]*\Z', parts[2]) else None  # None: what ssh's own configuration says
+
+
 class ChatStream:
     """One run: a context manager that yields the answer's text as it arrives and then holds the finished ``record``.
 
@@ -1946,6 +2111,7 @@ class ChatStream:
         if not isinstance(self.run_id, str) or not re.fullmatch('[A-Za-z0-9._-]{1,128}', self.run_id):
             raise Refused('run_id', 'must be 1 to 128 letters, digits, dots, dashes and underscores')
         self.dial = self._checked_dial(o['connect_to'])
+        self.ssh = _checked_ssh(o['ssh'], o['ssh_option'])
         self.body = self._request_body(messages)
         sent = _encoded('messages', messages)
         self.messages_sha256, self.messages_bytes = hashlib.sha256(sent).hexdigest(), len(sent)
@@ -1999,6 +2165,7 @@ class ChatStream:
         self.longest_gap = 0.0
         self.digest = hashlib.sha256()
         self.wire: Wire | None = None
+        self.tunnel: Tunnel | None = None
         self.framed: Body | None = None
         self.body_end: str | None = None
         self.response: dict[str, Any] = dict.fromkeys(
@@ -2044,7 +2211,7 @@ class ChatStream:
             yield from self._exchange()
             self.failure = None
         except StreamFailure as failure:
-            self.failure = failure
+            self.failure = self._diagnosed(failure)
         except GeneratorExit:
             raise
         except Exception as exc:  # noqa: BLE001  # a fault of ours, or of memory: recorded, with nothing that could hold the key
@@ -2055,9 +2222,20 @@ class ChatStream:
         finally:
             self._end()
 
+    def _diagnosed(self, failure: StreamFailure) -> StreamFailure:
+        """A connection that ended before the verdict may have ended with its tunnel."""
+        if self.tunnel and self.wire and self.wire.ended and not self.chat.done and failure.boundary not in ('status', 'content'):
+            left = self.clock.start + self.clock.deadline - self.clock.now()
+            said = self.tunnel.failure(min(0.3, max(0.05, left)))
+            if said:
+                return StreamFailure('tunnel_failed', f'{said}; {self._arrived()}')
+        return failure
+
     def _end(self) -> None:
         if self.wire:
             self.wire.shut()
+        if self.tunnel:
+            self.tunnel.stop()
         if self._record is None:
             if self.wire:
                 self._book_text(self.wire.read_at)
@@ -2077,6 +2255,22 @@ class ChatStream:
         yield from self._stream(wire, framing_of(fields, self.response['http_version'] == '1.0', self.secret))
 
     def _open(self) -> Wire:
+        link: socket.socket | Tunnel
+        if self.ssh:
+            link = self.tunnel = Tunnel(self.ssh, self.options['ssh_option'], _peer(self.dial), self.secret)
+            self.tunnel.start()
+        else:
+            link = self._connected()
+        self.wire = wire = Wire(link, self.clock, self.secret)
+        if self._context:
+            self.clock.enter('tls', 'in the TLS handshake')
+            wire.secure(self._context, self.target.host)
+        if wire.tls:
+            self.marks['secured'] = self.clock.now()
+            self._certificate(wire.tls)
+        return wire
+
+    def _connected(self) -> socket.socket:
         host, port = self.dial
         addresses = resolve(host, port, self.clock)
         self.marks['resolved'] = self.clock.now()
@@ -2085,15 +2279,8 @@ class ChatStream:
             if away:
                 raise StreamFailure('not_loopback', f'{host} resolves to {_peer(away)}; plain http stays on loopback')
         sock, self.response['peer'] = connect(addresses, self.clock)
-        self.wire = wire = Wire(sock, self.clock, self.secret)
         self.marks['connected'] = self.clock.now()
-        if self._context:
-            self.clock.enter('tls', 'in the TLS handshake')
-            wire.secure(self._context, self.target.host)
-        if wire.tls:
-            self.marks['secured'] = self.clock.now()
-            self._certificate(wire.tls)
-        return wire
+        return sock
 
     def _certificate(self, tls: ssl.SSLObject) -> None:
         import ssl
@@ -2296,7 +2483,10 @@ class ChatStream:
 
 
 def _error_message(text: str) -> str:
-    """The message of an error body: of ``error`` (object or string), ``detail`` or ``message``, else the text itself."""
+    """The message of an error body: of ``error`` (object or string), ``detail`` or ``message``, a page's title, else the text."""
+    title = re.search('<title>([^<]+)</title>', text, re.IGNORECASE)
+    if title and text.lstrip().startswith('<'):
+        return title[1].strip()
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # cut, perhaps: then the first message that is whole
@@ -2328,7 +2518,8 @@ def _looks_like(excerpt: str) -> str:
 def build_record(run: ChatStream) -> dict[str, Any]:
     """The evidence record of a run, as it stands: contract of its keys in the README. Pure: reads the run, writes nothing."""
     chat, failure, o = run.chat, run.failure, run.options
-    ms = {k: round((v - run.clock.start) * 1000, 3) for k, v in run.marks.items()}
+    tunnelled = {'connected': run.tunnel.opened_at} if run.tunnel and run.tunnel.opened_at else {}
+    ms = {k: round((v - run.clock.start) * 1000, 3) for k, v in {**run.marks, **tunnelled}.items()}
     quote = run.secret.quote
     shown = None if failure is None else {
         'code': failure.code, 'boundary': failure.boundary, 'message': failure.message, 'hint': failure.hint,
@@ -2358,8 +2549,8 @@ def build_record(run: ChatStream) -> dict[str, Any]:
         'failure': shown,
         'warnings': [{'code': k, 'count': n, 'message': warning_text(k)} for k, n in chat.warnings.items()],
         'request': {
-            'url': run.target.url, 'path_taken': 'direct' if o['connect_to'] is None else 'connect-to',
-            'connect_to': o['connect_to'], 'run_id': run.run_id,
+            'url': run.target.url, 'path_taken': 'ssh' if o['ssh'] else 'connect-to' if o['connect_to'] else 'direct',
+            'connect_to': o['connect_to'], 'ssh': o['ssh'], 'run_id': run.run_id,
             'policy': {'accept_finish': list(dict.fromkeys(('stop', *run.policy.accept_finish))),
                        'tolerate': list(run.policy.tolerate), 'fail_on': list(run.policy.fail_on)},
             'messages_sha256': run.messages_sha256, 'messages_bytes': run.messages_bytes,
@@ -2385,7 +2576,7 @@ def build_record(run: ChatStream) -> dict[str, Any]:
     }
     for own in ('model', 'error', 'label', 'notes'):
         record[own] = run.secret.mask_all(record[own])
-    for name in ('url', 'connect_to', 'run_id', 'sampling'):
+    for name in ('url', 'connect_to', 'ssh', 'run_id', 'sampling'):
         record['request'][name] = run.secret.mask_all(record['request'][name])
     if shown:
         shown['message'] = record['error']
@@ -2632,6 +2823,8 @@ def make_parser() -> argparse.ArgumentParser:
     add('--stall', type=_decimal, metavar='S', help='fail when no event with data came for so long')
     add('--ca-file', metavar='FILE', help="trust these certificates (PEM) in place of the system's")
     add('--connect-to', metavar='HOST:PORT', help="dial this address; Host, SNI and verification keep the URL's name")
+    add('--ssh', metavar='[USER@]HOST[:PORT]', help='connect from this host, through ssh -W; the URL means what it means there')
+    add('--ssh-option', metavar='NAME=VALUE', action='append', help='passed to ssh as -o; may be repeated')
     add('--api-key-file', metavar='FILE', help=f'read the key here in place of {KEY_VARIABLE}')
     add('--accept-finish', type=_listed, metavar='REASON[,...]', help='finish reasons accepted beside stop')
     add('--tolerate', type=_listed, metavar='CODE[,...]', help=f'warn only: {", ".join(TOLERABLE)}')

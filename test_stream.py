@@ -1274,6 +1274,7 @@ class FailureCodeTest(unittest.TestCase):
             'not_loopback': resolving('return [(socket.AF_INET, 1, 6, "", ("192.0.2.1", 9))]'),
             'connect_refused': refused,
             'connect_failed': resolving('return [(socket.AF_INET, 1, 132, "", ("127.0.0.1", 9))]'),  # SCTP: no socket for it
+            'tunnel_failed': lambda: run('--url', 'http://127.0.0.1:9/x', *ask, '--ssh', 'denied', env=stand_in_ssh(self.directory)),
             'tls_untrusted': lambda: tls('good'),
             'tls_expired': lambda: tls('expired', '--ca-file', self.path('ca')),
             'tls_name': lambda: tls('other', '--ca-file', self.path('ca')),
@@ -1394,6 +1395,185 @@ def dripping(*steps: bytes | float, drip: bytes, every: float = 0.1) -> Callable
                 time.sleep(every)
 
     return script
+
+
+STAND_IN = r"""#!{python}
+import json, os, select, signal, socket, subprocess, sys, time
+words = sys.argv[1:]
+host, out = words[-1], sys.stdout.buffer
+def end(*said):
+    print(*said, sep='\r\n', file=sys.stderr)
+    os._exit(255)
+with open(os.environ.get('SPY', os.devnull), 'w') as spy:
+    print(json.dumps([os.getpid(), words, dict(os.environ)]), file=spy)
+if host == 'denied':
+    end('Warning: Permanently added', '@@@@', 'first', 'second', '', 'Permission denied (publickey).\x1b[2J')
+if host == 'mute':
+    os._exit(255)
+if host == 'stubborn':
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(['sleep', '60'])
+    time.sleep(60)
+if host == 'late':
+    time.sleep(0.6)
+name, port = words[words.index('-W') + 1].rsplit(':', 1)
+far = socket.create_connection((name.strip('[]'), int(port)))
+due, ends = 600 if host == 'cut' else 10**9, [0, far]
+while ends:
+    for ready in select.select(ends, [], [])[0]:
+        data = os.read(0, 65536) if ready == 0 else far.recv(min(due, 65536))
+        if not data:
+            ends.remove(ready)
+            if ready == 0:
+                os._exit(0)
+            os.close(1)
+        elif ready == 0:
+            far.sendall(data)
+        else:
+            os.write(1, data)
+            due -= len(data)
+            if not due:
+                end('client_loop: send disconnect: Broken pipe')
+"""
+
+
+def stand_in_ssh(directory: str) -> dict[str, str]:
+    """An environment in which ``ssh`` is a program that behaves as its destination says, with the ends of the real one."""
+    path = Path(directory, 'bin', 'ssh')
+    if not path.exists():
+        path.parent.mkdir()
+        path.write_text(STAND_IN.replace('{python}', sys.executable))
+        path.chmod(0o755)
+    return {'PATH': f'{path.parent}:{os.environ["PATH"]}'}
+
+
+class TunnelTest(unittest.TestCase):
+    """``--ssh`` with a stand-in for ssh; test_interop.py has the real one."""
+
+    def setUp(self) -> None:
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.spy = os.path.join(temporary.name, 'spy')
+        self.env = {**stand_in_ssh(temporary.name), 'SPY': self.spy}
+
+    def ask(self, url: str, destination: str, **options: Any) -> dict[str, Any]:
+        with unittest.mock.patch.dict(os.environ, self.env):
+            record = stream(url, 'm', 'p', ssh=destination, **options)
+        check_record(self, record)
+        self.assertEqual((record['request']['path_taken'], record['request']['ssh']), ('ssh', destination))
+        return record
+
+    def ended(self) -> None:
+        """No process of the stand-in is left."""
+        group = str(json.loads(Path(self.spy).read_text())[0])
+        for _ in range(50):
+            listed = subprocess.run(['ps', '-A', '-o', 'pgid=,stat='], capture_output=True, text=True, check=True).stdout.splitlines()
+            left = [line for line in listed if line.split()[0] == group and 'Z' not in line]
+            if not left:
+                return
+            time.sleep(0.02)
+        self.fail(f'still runs: {left}')
+
+    def test_every_framing_comes_to_the_same_verdict(self) -> None:
+        for mode in ('ok', 'until-close', 'content-length', 'done-kept-open', 'cut-in-chunk', 'close-midway', 'malformed', 'http-error', 'closed-at-once'):
+            with self.subTest(mode), fixture(mode) as url:
+                record = self.ask(url, 'relay')
+                self.assertEqual((record['outcome'], record['text']), (fixture_server.MODES[mode].expect, fixture_server.MODES[mode].text))
+                self.ended()
+
+    def test_the_command(self) -> None:
+        with fixture() as url:
+            self.assertTrue(self.ask(url, 'me@relay:2222', ssh_option=['User=you', 'LogLevel=QUIET', 'BatchMode=no'], token=KEY)['ok'])
+        self.assertEqual(json.loads(Path(self.spy).read_text())[1], [
+            '-W', url.split('/')[2], '-o', 'BatchMode=yes', '-o', 'ControlMaster=no', '-o', 'ControlPath=none', '-o', 'LogLevel=INFO',
+            '-o', 'User=you', '-o', 'LogLevel=QUIET', '-o', 'BatchMode=no', '-p', '2222', '-l', 'me', '--', 'relay'])
+
+    def test_the_child_never_sees_the_key(self) -> None:
+        self.env |= {'MODEL_API_KEY': 'x', 'OTHER': f'Bearer {KEY}', 'HARMLESS': 'yes'}
+        with fixture() as url:
+            self.assertTrue(self.ask(url, 'relay', token=KEY)['ok'])
+        words, seen = json.loads(Path(self.spy).read_text())[1:]
+        self.assertFalse([text for text in (*words, *seen.values()) if KEY in text])
+        self.assertNotIn('MODEL_API_KEY', seen)
+        self.assertEqual(seen['HARMLESS'], 'yes')
+
+    def test_a_child_that_fails_is_quoted(self) -> None:
+        for destination, error in (('denied', 'second; Permission denied (publickey).\\x1b[2J; 0 bytes of the answer had arrived'),
+                                   ('mute', 'ssh ended with status 255 and said nothing; 0 bytes of the answer had arrived')):
+            with fixture() as url:
+                record = self.ask(url, destination)
+            self.assertEqual((record['outcome'], record['error'], record['marks_ms']['connected']), ('tunnel_failed', error, None))
+            self.assertEqual(record['failure']['boundary'], 'tunnel')
+
+    def test_a_tunnel_cut_in_mid_stream_keeps_the_text(self) -> None:
+        with fixture('steady-text') as url:
+            record = self.ask(url, 'cut')
+        self.assertEqual((record['outcome'], record['error'].split(';')[0]), ('tunnel_failed', 'client_loop: send disconnect: Broken pipe'))
+        with fixture('until-close') as url:
+            record = self.ask(url, 'cut')
+        self.assertEqual((record['outcome'], record['text']), ('tunnel_failed', 'READY '))
+
+    def test_a_request_longer_than_every_buffer(self) -> None:
+        for destination, outcome in (('relay', 'http_status'), ('denied', 'tunnel_failed')):  # the fixture takes 64 KiB
+            with fixture() as url, unittest.mock.patch.dict(os.environ, self.env):
+                record = stream(url, 'm', 'word ' * 200_000, ssh=destination)
+            self.assertEqual(record['outcome'], outcome, record['error'])
+
+    def test_tls_through_it(self) -> None:
+        Path(self.spy + '.ca').write_text(CA)
+        Path(self.spy + '.pem').write_text(GOOD + CERTIFICATE_KEY)
+        with fixture(certificate=self.spy + '.pem') as url:
+            record = self.ask(url.replace('127.0.0.1', 'localhost'), 'late', ca_file=self.spy + '.ca')
+        self.assertEqual(record['outcome'], 'passed', record['error'])
+        self.assertGreater(record['marks_ms']['connected'], 550)
+        self.assertGreater(record['marks_ms']['secured'], record['marks_ms']['connected'])
+        with fixture() as url:
+            record = self.ask(url.replace('http', 'https'), 'denied', ca_file=self.spy + '.ca')
+        self.assertEqual(record['outcome'], 'tunnel_failed', record['error'])
+
+    def test_clocks_cover_it_and_its_processes_end(self) -> None:
+        for options, outcome in (({'idle': 1.0}, 'idle_timeout'), ({'deadline': 1.0}, 'deadline')):
+            with fixture() as url:
+                started = time.monotonic()
+                record = self.ask(url, 'stubborn', **options)
+                self.assertLess(time.monotonic() - started, 3)
+            self.assertEqual((record['outcome'], record['failure']['boundary']), (outcome, 'tunnel'))
+            self.assertIn('while opening the SSH tunnel', record['error'])
+            self.ended()
+
+    def test_leaving_early_ends_it(self) -> None:
+        with fixture('steady-text') as url, unittest.mock.patch.dict(os.environ, self.env), ChatStream(url, 'm', 'p', ssh='relay') as answer:
+            next(iter(answer))
+        self.assertEqual(answer.record['outcome'], 'interrupted')
+        self.ended()
+
+    def test_a_signal_ends_it(self) -> None:
+        for destination in ('relay', 'stubborn'):
+            with fixture('stall-after-text') as url:
+                process = subprocess.Popen([sys.executable, CLIENT, '--url', url, '--model', 'm', '--output', '-', '--ssh', destination],
+                                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(**self.env))
+                Path(self.spy).unlink(missing_ok=True)
+                for _ in range(200):
+                    if os.path.exists(self.spy) and Path(self.spy).read_text().endswith('\n'):
+                        break
+                    time.sleep(0.02)
+                process.send_signal(signal.SIGTERM)
+                record = json.loads(process.communicate(timeout=10)[0])
+            self.assertEqual((process.returncode, record['outcome']), (128 + signal.SIGTERM, 'interrupted'))
+            self.ended()
+
+    def test_what_is_refused(self) -> None:
+        for options in ({'ssh': '-oProxyCommand=x'}, {'ssh': ''}, {'ssh': 'a b'}, {'ssh': '-l@host'}, {'ssh': 'host:0'}, {'ssh': 'host:99999'},
+                        {'ssh': 'host:'}, {'ssh': '::1'}, {'ssh': 'a@b@c'}, {'ssh': 'host\n'}, {'ssh': 7}, {'ssh': 'host', 'ssh_option': 'A=1'},
+                        {'ssh': 'host', 'ssh_option': ['A']}, {'ssh': 'host', 'ssh_option': ['-A=1']}, {'ssh': 'host', 'ssh_option': ['A=1\nB=2']},
+                        {'ssh_option': ['A=1']}):
+            with self.subTest(options), unittest.mock.patch.dict(os.environ, self.env), self.assertRaises(Refused):
+                ChatStream('http://127.0.0.1:9/x', 'm', 'p', **options)
+        with unittest.mock.patch.dict(os.environ, {'PATH': self.spy}), self.assertRaisesRegex(Refused, 'there is none'):
+            ChatStream('http://127.0.0.1:9/x', 'm', 'p', ssh='host')
+        for destination in ('host', 'me@host', 'me@host:22', '[::1]:22', '127.0.0.1', 'alias_of_mine'):
+            with unittest.mock.patch.dict(os.environ, self.env):
+                ChatStream('http://127.0.0.1:9/x', 'm', 'p', ssh=destination)
 
 
 class DeadlineTest(unittest.TestCase):
@@ -2573,7 +2753,7 @@ class ReadmeTest(Directory):
         mentioned = set(re.findall(r'(?<![\w-])--[a-z][a-z-]+', self.text))
         self.assertEqual(flags - mentioned, set())
         fixtures = set(re.findall(r'--[a-z][a-z-]+', run('--help', program=FIXTURE).stdout))
-        others = {'--fail', '--max-time', '--json', '--sse-keep-alive-interval'}  # curl's and vLLM's
+        others = {'--fail', '--max-time', '--json', '--sse-keep-alive-interval', '--group'}  # curl's, vLLM's and pip's
         self.assertEqual(mentioned - flags - fixtures - others, set())
 
     def test_every_key_of_the_record_is_explained(self) -> None:
