@@ -1,0 +1,1325 @@
+"""Checks through real programs: vLLM, llama-server, transformers serve, nginx, OpenSSH, TLS servers, httpx and aiohttp.
+
+    STREAM_SERVERS=DIRECTORY python3 -m unittest -v test_interop.py
+
+DIRECTORY is what ``bash .ci/servers DIRECTORY`` made; the packages are those of the dependency group ``interop``, nginx and
+OpenSSH come from the system.  What is not installed is skipped with its name, or fails with STREAM_INTEROP=all.  Everything
+listens on loopback only, each program runs in a session of its own, and a program that leaves a process behind is an error.
+At the end every server's version is printed as that server reports it.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import base64
+import concurrent.futures
+import contextlib
+import datetime as dt
+import getpass
+import http.client
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import fixture_server
+from stream_client import FAILURES, ChatCompletion, StreamFailure, stream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+ROOT = Path(__file__).resolve().parent
+CLIENT = str(ROOT / 'stream_client.py')
+FIXTURE = str(ROOT / 'fixture_server.py')
+SERVERS = Path(os.environ.get('STREAM_SERVERS', 'no such directory'))
+VLLM, LLAMA, MODEL = SERVERS / 'vllm' / 'bin', SERVERS / 'llama-server', SERVERS / 'model'
+KEY = 'interop-key-0123456789'
+READY = 'Reply with exactly the word READY.'
+MARK = f'STREAM_INTEROP_MARK={os.getpid()}'  # in the environment of every client that is started here
+VERSIONS: dict[str, str] = {}
+
+
+def tearDownModule() -> None:
+    for name, version in sorted(VERSIONS.items()):
+        print(f'version: {name}: {version}', flush=True)
+
+
+# --- helpers ------------------------------------------------------------------------------------------------------------
+
+
+def needs(**there: bool) -> Callable[[type], type]:
+    """Skip a class for what is not installed, by name; with STREAM_INTEROP=all that is a failure instead."""
+    missing = ', '.join(name for name, found in there.items() if not found)
+
+    def lacking(_: type) -> None:
+        raise AssertionError(f'not installed: {missing}')
+
+    def decorate(case: type) -> type:
+        if missing and os.environ.get('STREAM_INTEROP') != 'all':
+            return unittest.skip(f'not installed: {missing}')(case)
+        if missing:
+            case.setUpClass = classmethod(lacking)  # type: ignore[attr-defined]
+        return case
+
+    return decorate
+
+
+def package(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def needs_package(name: str) -> Callable[[Any], Any]:
+    """Skip one test for a package, unless STREAM_INTEROP=all: then its import fails it."""
+    return unittest.skipUnless(package(name) or os.environ.get('STREAM_INTEROP') == 'all', f'not installed: {name}')
+
+
+def program(name: str) -> str | None:
+    return shutil.which(name, path=os.environ.get('PATH', os.defpath) + ':/usr/sbin:/usr/local/sbin:/sbin')
+
+
+def free_port() -> int:
+    with socket.create_server(('127.0.0.1', 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def answers(port: int, path: str = '/health') -> bool:
+    """Whether an HTTP server there answers 200."""
+    connection = http.client.HTTPConnection('127.0.0.1', port, timeout=5)
+    try:
+        connection.request('GET', path, headers={'Authorization': f'Bearer {KEY}'})
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def fetched(port: int, path: str) -> Any:
+    """The JSON that a server gives for GET."""
+    connection = http.client.HTTPConnection('127.0.0.1', port, timeout=10)
+    try:
+        connection.request('GET', path, headers={'Authorization': f'Bearer {KEY}'})
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+def eventually(seen: Callable[[], Any], seconds: float, what: str) -> Any:
+    """What ``seen`` returns once that is true."""
+    until = time.monotonic() + seconds
+    while not (found := seen()):
+        if time.monotonic() > until:
+            raise AssertionError(f'not within {seconds:g} s: {what}')
+        time.sleep(0.05)
+    return found
+
+
+class Process(NamedTuple):
+    """One line of the process table."""
+
+    pid: int
+    session: int
+    parent: int
+    title: str
+
+
+def processes() -> Iterator[Process]:
+    """All that run; zombies are none."""
+    for entry in Path('/proc').iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                state, parent, _, session = (entry / 'stat').read_text().rpartition(')')[2].split()[:4]
+                if state not in 'ZX':
+                    title = (entry / 'cmdline').read_bytes().replace(b'\0', b' ').decode('utf-8', 'replace')
+                    yield Process(int(entry.name), int(session), int(parent), title)
+
+
+def marked() -> list[str]:
+    """What the clients of these tests started and left."""
+    found = []
+    for process in processes():
+        with contextlib.suppress(OSError):
+            if MARK.encode() in Path(f'/proc/{process.pid}/environ').read_bytes().split(b'\0'):
+                found.append(process.title)
+    return found
+
+
+class Program:
+    """A server in a session of its own, its output in a file. ``stop`` ends it; ``members`` are its living processes."""
+
+    def __init__(self, *words: object, env: dict[str, str] | None = None, cwd: str | None = None) -> None:
+        self.output = tempfile.TemporaryFile()  # lives as long as the program
+        self.process = subprocess.Popen(
+            [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT,
+            start_new_session=True, cwd=cwd, env={**os.environ, **(env or {})})
+
+    def log(self) -> str:
+        return os.pread(self.output.fileno(), 10_000_000, 0).decode('utf-8', 'replace')
+
+    def members(self, title: str = '') -> list[Process]:
+        return [p for p in processes() if p.session == self.process.pid and title in p.title]
+
+    def until(self, seen: Callable[[], Any], seconds: float, what: str) -> Any:
+        def seen_or_dead() -> Any:
+            found = seen()
+            if not found and self.process.poll() is not None:
+                raise AssertionError(f'{what}: ended with {self.process.returncode}: {self.log()[-3000:]}')
+            return found
+
+        try:
+            return eventually(seen_or_dead, seconds, what)
+        except AssertionError as exc:
+            raise AssertionError(f'{exc}: {self.log()[-3000:]}') from None
+
+    def kill(self, number: signal.Signals, title: str = '') -> None:
+        """Signal every process of the session whose title holds this; without a title only the first one."""
+        for pid in [p.pid for p in self.members(title)] if title else [self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def stop(self, seconds: float = 20.0) -> None:
+        """SIGTERM, then after a while SIGKILL for the whole session; an error if even then a process is left."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        for process in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        self.process.wait(10)
+        eventually(lambda: not self.members(), 10, 'no process is left')
+        self.output.close()
+
+
+class Checked(NamedTuple):
+    """What a run of the client left."""
+
+    status: int
+    record: dict[str, Any]
+    view: str
+
+    @property
+    def chunks(self) -> list[dict[str, Any]]:
+        """The chunks of the body, where the run had --capture."""
+        body = b''.join(base64.b64decode(line['base64']) if 'base64' in line else line['text'].encode()
+                        for line in map(json.loads, self.record['capture'].splitlines()) if 'ms' in line and 'end' not in line)
+        return [json.loads(data) for data in re.findall(r'^data: ?(\{.*)$', body.decode(), re.MULTILINE)]
+
+
+class Running:
+    """The client as a command, streaming; ``finish`` waits for its end."""
+
+    unfinished: ClassVar[list[Running]] = []
+
+    def __init__(self, url: str, *args: object, model: str = 'tiny', key: str = KEY, program: Sequence[str] = (sys.executable, CLIENT),
+                 env: dict[str, str] | None = None) -> None:
+        self.key = key
+        self.folder = tempfile.TemporaryDirectory()
+        self.said = Path(self.folder.name, 'stderr')
+        name, _, value = MARK.partition('=')
+        environment = {k: v for k, v in os.environ.items() if k not in ('NO_COLOR', 'SSLKEYLOGFILE')}
+        words = [*program, '--url', url, '--model', model, '--output', f'{self.folder.name}/record', '--show-text', *map(str, args)]
+        with self.said.open('wb') as stderr:
+            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
+                                            env={**environment, 'MODEL_API_KEY': key, name: value, **(env or {})})
+        self.unfinished.append(self)
+
+    def await_text(self, text: str = '') -> None:
+        """Return once this text has come, or any."""
+        eventually(lambda: '| ' + text in self.said.read_text(), 30, 'text')
+
+    @classmethod
+    def abandon(cls) -> None:
+        """What a test that failed has left."""
+        for running in cls.unfinished[:]:
+            running.process.kill()
+            running.process.communicate()
+            running.folder.cleanup()
+            cls.unfinished.remove(running)
+
+    def finish(self, seconds: float = 90) -> Checked:
+        self.unfinished.remove(self)
+        with self.folder:
+            stdout, _ = self.process.communicate(timeout=seconds)
+            view = self.said.read_text()
+            kept = Path(self.folder.name, 'record').read_text()
+            record = json.loads(kept)
+            capture = Path(self.folder.name, 'capture')
+            record['capture'] = capture.read_text() if capture.exists() else ''
+        summary = json.loads(stdout)
+        assert self.key not in stdout.decode() + view + kept + record['capture'], 'the key leaked'
+        assert (summary['ok'], summary['outcome']) == (record['ok'], record['outcome']), summary
+        return Checked(self.process.returncode, record, view)
+
+
+def check(url: str, *args: object, **kwargs: Any) -> Checked:
+    return Running(url, *args, **kwargs).finish()
+
+
+class InteropTest(unittest.TestCase):
+    """What the classes below share."""
+
+    def tearDown(self) -> None:
+        Running.abandon()
+
+    def conclude(self, checked: Checked, outcome: str, **members: Any) -> dict[str, Any]:
+        """The run came to this outcome, with these members of the record; returns the record."""
+        record = checked.record
+        shown = json.dumps({k: v for k, v in record.items() if k not in ('event_gaps_ms', 'capture')}, ensure_ascii=False)
+        self.assertEqual(record['outcome'], outcome, shown)
+        self.assertEqual(checked.status, 0 if outcome == 'passed' else 1, checked.view)
+        self.assertFalse(record['synthetic'] and type(self).__name__ in ('VllmTest', 'LlamaTest', 'TransformersTest'))
+        for name, value in members.items():
+            self.assertEqual(record[name], value, shown)
+        if record['failure'] and FAILURES[outcome].boundary:
+            self.assertEqual(record['failure']['boundary'], FAILURES[outcome].boundary, shown)
+        return record
+
+    def served(self, started: Program) -> Program:
+        """Stopped at the end of this test."""
+        self.addCleanup(started.stop)
+        return started
+
+
+def served_by_class(case: type[unittest.TestCase], started: Program) -> Program:
+    """Stopped at the end of the class."""
+    case.addClassCleanup(started.stop)
+    return started
+
+
+def url_of(port: int, prefix: str = '', scheme: str = 'http', host: str = '127.0.0.1') -> str:
+    return f'{scheme}://{host}:{port}{prefix}/v1/chat/completions'
+
+
+def extra(**members: Any) -> tuple[str, str]:
+    return '--extra-body', json.dumps(members)
+
+
+def fixture_program(*args: object) -> tuple[Program, int]:
+    """A fixture in a process of its own, and its port."""
+    started = Program(sys.executable, FIXTURE, '--port', 0, *args)
+    found = started.until(lambda: re.search(r'127\.0\.0\.1:(\d+)\n', started.log()), 20, 'the fixture listens')
+    return started, int(found[1])
+
+
+def answer_of(name: str) -> Any:
+    """A constant of .ci/tiny_model.py, which itself can only be imported where torch is."""
+    for node in ast.parse((ROOT / '.ci' / 'tiny_model.py').read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            return ast.literal_eval(node.value)
+    raise KeyError(name)
+
+
+# --- model servers ------------------------------------------------------------------------------------------------------
+
+
+class ModelServerTest(InteropTest):
+    """What any server of the tiny model must come to. ``direct`` are arguments with which it answers without reasoning."""
+
+    url: ClassVar[str]
+    direct: ClassVar[tuple[str, ...]] = ()
+    model: ClassVar[str] = 'tiny'
+
+    def ask(self, *args: object, **kwargs: Any) -> Checked:
+        return check(self.url, *args, **{'model': self.model, **kwargs})
+
+    def endless(self, *args: object) -> Running:
+        """A run that streams until something ends it."""
+        body = json.loads(self.direct[1]) if self.direct else {}
+        return Running(self.url, '--max-tokens', 8000, '--deadline', 80, *extra(ignore_eos=True, **body), *args, model=self.model)
+
+
+@needs(vLLM=(VLLM / 'vllm').exists(), model=MODEL.exists())
+class VllmTest(ModelServerTest):
+    """A real vLLM on the CPU. Three tests end theirs: all are started beforehand, since their starts disturb every clock."""
+
+    direct = extra(chat_template_kwargs={'enable_thinking': False})
+    waiting: ClassVar[list[tuple[Program, int]]] = []
+    current: ClassVar[tuple[Program, int] | None] = None
+
+    @classmethod
+    def start(cls) -> None:
+        """Start one more."""
+        port = free_port()
+        environment = {
+            'HF_HUB_OFFLINE': '1', 'TRANSFORMERS_OFFLINE': '1', 'VLLM_NO_USAGE_STATS': '1', 'DO_NOT_TRACK': '1',
+            'VLLM_CPU_KVCACHE_SPACE': '1', 'OMP_NUM_THREADS': '1', 'PATH': f'{VLLM}:{os.environ["PATH"]}'}
+        started = Program(
+            VLLM / 'vllm', 'serve', MODEL / 'hf', '--host', '127.0.0.1', '--port', port, '--api-key', KEY, '--served-model-name', 'tiny',
+            '--max-model-len', 8192, '--dtype', 'float32', '--enforce-eager', '--reasoning-parser', 'qwen3',
+            '--sse-keep-alive-interval', 1, '--enable-log-requests', '--enable-scale-out', env=environment)
+        cls.waiting.append((served_by_class(cls, started), port))
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        for _ in range(3):
+            cls.start()
+        for started, port in cls.waiting:
+            started.until(lambda port=port: answers(port), 300, 'vLLM is ready')  # type: ignore[misc]  # bound now
+        VERSIONS['vLLM'] = fetched(cls.waiting[0][1], '/version')['version'] + ' (GET /version)'
+
+    @classmethod
+    def server(cls) -> tuple[Program, int]:
+        assert cls.current
+        return cls.current
+
+    def setUp(self) -> None:
+        if not self.current:
+            type(self).current = self.waiting.pop()
+            type(self).url = url_of(self.server()[1])
+
+    def last_run(self, *args: object) -> tuple[Running, Program]:
+        """A run in mid-stream and its server, which no later test uses."""
+        running = self.endless(*args)
+        running.await_text()
+        started, _ = self.server()
+        self.addCleanup(started.stop)
+        type(self).current = None
+        return running, started
+
+    def test_a_whole_answer(self) -> None:
+        record = self.conclude(self.ask('--run-id', 'interop-1', *self.direct), 'passed', text='READY', finish_reason='stop', done=True,
+                               completion_tokens=2, warnings=[])
+        self.assertEqual(record['response']['id'], 'chatcmpl-interop-1')
+        self.assertIs(record['response']['id_carries_run_id'], True)
+        self.assertEqual(record['response']['headers']['server'], 'uvicorn')
+        self.assertEqual(record['delivery']['body_end'], 'last_chunk')
+        self.assertIn('interop-1', self.server()[0].log())
+
+    def test_a_length_and_text_in_the_finish_chunk(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            running = Running(self.url, '--prompt', 'Colours, many times.', '--max-tokens', 6, '--capture', f'{folder}/capture', *self.direct)
+            checked = running.finish()
+            kept = Path(folder, 'capture').read_text()
+        self.conclude(checked, 'finish_not_accepted', text='red 0 blue 0 green', finish_reason='length', done=True, completion_tokens=6)
+        checked.record['capture'] = kept
+        last = [c['choices'][0] for c in checked.chunks if c['choices']][-1]
+        self.assertEqual((last['finish_reason'], bool(last['delta'].get('content'))), ('length', True), last)
+        self.conclude(self.ask('--prompt', 'Colours, many times.', '--max-tokens', 6, '--accept-finish', 'length', *self.direct), 'passed')
+
+    def test_hostile_characters_arrive_as_they_are(self) -> None:
+        self.conclude(self.ask('--prompt', 'Hostile characters.', '--max-tokens', 400, *self.direct), 'passed',
+                      text=answer_of('HOSTILE'), warnings=[])
+
+    def test_a_stop_string(self) -> None:
+        body = extra(stop='3', chat_template_kwargs={'enable_thinking': False})
+        self.conclude(self.ask('--prompt', 'Colours, many times.', '--max-tokens', 400, *body), 'passed', finish_reason='stop')
+
+    def test_reasoning_is_no_answer(self) -> None:
+        record = self.conclude(self.ask('--prompt', 'Think first.'), 'passed', text='\n\nREADY')
+        self.assertEqual(record['delivery']['reasoning_chars'], len('\nWhat is asked is one word.\n'))
+        record = self.conclude(self.ask(), 'no_visible_text', text='', finish_reason='stop', done=True)
+        self.assertGreater(record['delivery']['reasoning_chars'], 0)
+
+    def test_nothing_and_white_space_are_no_answer(self) -> None:
+        self.conclude(self.ask('--prompt', 'Say nothing.', *self.direct), 'no_visible_text', text='')
+        self.conclude(self.ask('--prompt', 'Only white space.', *self.direct), 'no_visible_text', text=' \n  \n')
+
+    def test_an_unknown_model(self) -> None:
+        record = self.conclude(self.ask(model='nope'), 'http_status')
+        self.assertEqual((record['response']['status'], 'The model `nope` does not exist.' in record['error']), (404, True), record['error'])
+
+    def test_a_wrong_key(self) -> None:
+        record = self.conclude(self.ask(key='another-key-9876543210'), 'http_status')
+        self.assertEqual((record['response']['status'], 'Unauthorized' in record['error']), (401, True))
+
+    def test_a_prompt_that_is_too_long(self) -> None:
+        record = self.conclude(self.ask('--prompt', 'red ' * 9000), 'http_status')
+        self.assertEqual((record['response']['status'], 'maximum context length' in record['error']), (400, True), record['error'])
+
+    def test_a_bad_sampling_value_is_an_error_event_under_status_200(self) -> None:
+        record = self.conclude(self.ask(*extra(logprobs=True, top_logprobs=100000)), 'server_error', text='')
+        self.assertEqual(record['response']['status'], 200)
+        self.assertEqual((record['response']['server_error']['code'], record['failure']['event']), ('400', 1), record['response'])
+
+    def test_a_trailing_slash(self) -> None:
+        record = self.conclude(check(self.url + '/'), 'redirect')
+        self.assertIn(self.url, record['error'])
+
+    def test_keep_alive_comments_while_the_engine_stalls(self) -> None:
+        started, _ = self.server()
+        started.kill(signal.SIGSTOP, 'VLLM::')
+        try:
+            waiting = Running(self.url, '--idle', 3, *self.direct)
+            stalled = check(self.url, '--idle', 30, '--stall', 4, *self.direct)
+        finally:
+            started.kill(signal.SIGCONT, 'VLLM::')
+        record = self.conclude(stalled, 'stall_timeout')
+        self.assertGreaterEqual(record['delivery']['comments'], 2)
+        record = self.conclude(waiting.finish(), 'passed', text='READY')
+        self.assertGreaterEqual(record['delivery']['comments'], 2)
+        self.assertGreater(record['first_text_ms'], 3000)
+
+    def test_the_deadline_in_mid_stream_aborts_the_request(self) -> None:
+        record = self.conclude(self.endless('--run-id', 'cut-short', '--deadline', 3).finish(), 'deadline', done=False)
+        self.assertTrue(record['text'])
+        self.server()[0].until(lambda: re.search(r'chatcmpl-cut-short.*abort|abort.*chatcmpl-cut-short', self.server()[0].log(), re.IGNORECASE),
+                               10, 'the log shows the request aborted')
+
+    def test_an_abort(self) -> None:
+        running = self.endless('--run-id', 'aborted')
+        running.await_text()
+        connection = http.client.HTTPConnection('127.0.0.1', self.server()[1], timeout=10)
+        connection.request('POST', '/inference/v1/abort_requests', json.dumps({'request_ids': ['chatcmpl-aborted']}),
+                           {'Authorization': f'Bearer {KEY}', 'Content-Type': 'application/json'})
+        self.assertEqual(connection.getresponse().status, 200)
+        connection.close()
+        record = self.conclude(running.finish(), 'finish_not_accepted', finish_reason='abort', done=True)
+        self.assertTrue(record['text'])
+
+    def test_sixteen_at_once(self) -> None:
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            ran = list(pool.map(lambda _: self.ask('--idle', 60, *self.direct), range(16)))
+        for checked in ran:
+            self.conclude(checked, 'passed', text='READY')
+        self.assertEqual(len({checked.record['request']['run_id'] for checked in ran}), 16)
+
+    def test_when_the_engine_is_killed(self) -> None:
+        running, started = self.last_run()
+        started.kill(signal.SIGKILL, 'VLLM::EngineCore')
+        record = self.conclude(running.finish(), 'server_error', done=False)
+        self.assertEqual((record['response']['server_error']['code'], bool(record['text'])), ('500', True), record['response'])
+
+    def test_when_the_api_server_is_killed(self) -> None:
+        running, started = self.last_run()
+        started.kill(signal.SIGKILL)
+        record = self.conclude(running.finish(), 'body_cut', done=False, finish_reason=None)
+        self.assertIn('with the last chunk missing', record['error'])
+        self.assertTrue(record['text'])
+
+    def test_when_it_is_told_to_stop(self) -> None:
+        # It gives its engine no time. Whether the engine can still say abort, is found dead, or is waited for with keep-alive
+        # comments and without end, is a race; each is a failure of its own name
+        running, started = self.last_run('--stall', 5)
+        started.kill(signal.SIGTERM)
+        checked = running.finish()
+        record = self.conclude(checked, checked.record['outcome'])
+        self.assertIn(record['outcome'], ('finish_not_accepted', 'server_error', 'stall_timeout'))
+        if record['outcome'] == 'finish_not_accepted':
+            self.assertEqual((record['finish_reason'], record['done']), ('abort', True))
+        elif record['outcome'] == 'server_error':
+            self.assertEqual(record['response']['server_error']['code'], '500')
+        else:
+            self.assertGreater(record['delivery']['comments'], 2)
+        self.assertTrue(record['text'])
+
+
+@needs(llama_server=LLAMA.exists(), model=MODEL.exists())
+class LlamaTest(ModelServerTest):
+    """A real llama-server with one slot, so that a second request waits."""
+
+    @staticmethod
+    def start(*args: object) -> tuple[Program, int]:
+        port = free_port()
+        started = Program(LLAMA, *args, '-m', MODEL / 'tiny.gguf', '--host', '127.0.0.1', '--port', port, '--api-key', KEY, '--alias', 'tiny',
+                          '-c', 8192, '-np', 1, '-t', 1, '--jinja')
+        started.until(lambda: answers(port), 30, 'llama-server is ready')
+        return started, port
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        version = subprocess.run([LLAMA, '--version'], capture_output=True, text=True, timeout=30, check=True)
+        VERSIONS['llama-server'] = (version.stdout + version.stderr).splitlines()[0].removeprefix('version: ') + ' (--version)'
+        started, port = cls.start()
+        served_by_class(cls, started)
+        cls.url = url_of(port)
+
+    def test_a_whole_answer(self) -> None:
+        record = self.conclude(self.ask('--run-id', 'interop-1'), 'passed', text='READY', finish_reason='stop', done=True,
+                               completion_tokens=2, warnings=[])
+        self.assertIs(record['response']['id_carries_run_id'], False)
+        self.assertEqual(record['response']['headers']['server'], 'llama.cpp')
+
+    def test_a_length(self) -> None:
+        self.conclude(self.ask('--prompt', 'Colours, many times.', '--max-tokens', 6), 'finish_not_accepted', text='red 0 blue 0 green',
+                      finish_reason='length', done=True)
+
+    def test_hostile_characters_arrive_as_they_are(self) -> None:
+        self.conclude(self.ask('--prompt', 'Hostile characters.', '--max-tokens', 400), 'passed', text=answer_of('HOSTILE'), warnings=[])
+
+    def test_reasoning_is_no_answer(self) -> None:
+        record = self.conclude(self.ask('--prompt', 'Think first.'), 'passed', text='READY')
+        self.assertEqual(record['delivery']['reasoning_chars'], len('What is asked is one word.\n'))
+        record = self.conclude(self.ask('--prompt', 'Think first.', '--max-tokens', 5), 'finish_not_accepted', text='')
+        self.assertGreater(record['delivery']['reasoning_chars'], 0)
+
+    def test_nothing_and_white_space_are_no_answer(self) -> None:
+        self.conclude(self.ask('--prompt', 'Say nothing.'), 'no_visible_text', text='')
+        self.conclude(self.ask('--prompt', 'Only white space.'), 'no_visible_text', text='')  # its parser trims
+
+    def test_an_unknown_model_answers_all_the_same(self) -> None:
+        record = self.conclude(self.ask(model='nope'), 'passed')
+        self.assertEqual([w['code'] for w in record['warnings']], ['model_differs'])
+        self.conclude(self.ask('--fail-on', 'model_differs', model='nope'), 'warning_refused')
+
+    def test_a_wrong_key(self) -> None:
+        record = self.conclude(self.ask(key='another-key-9876543210'), 'http_status')
+        self.assertEqual((record['response']['status'], 'Invalid API Key' in record['error']), (401, True), record['error'])
+
+    def test_a_prompt_that_is_too_long(self) -> None:
+        record = self.conclude(self.ask('--prompt', 'red ' * 9000), 'http_status')
+        self.assertEqual((record['response']['status'], 'context size' in record['error']), (400, True), record['error'])
+
+    def test_a_bad_sampling_value(self) -> None:
+        record = self.conclude(self.ask(*extra(temperature='hot')), 'http_status')
+        self.assertEqual((record['response']['status'], 'type must be number' in record['error']), (400, True), record['error'])
+
+    def test_the_head_comes_only_with_the_first_token(self) -> None:
+        first = self.endless('--max-tokens', 6000)
+        first.await_text()
+        record = self.conclude(self.ask('--idle', 60), 'passed', text='READY')
+        marks = record['marks_ms']
+        self.conclude(first.finish(), 'finish_not_accepted', finish_reason='length')
+        self.assertGreater(marks['head'] - marks['sent'], 500)
+        self.assertLess(marks['first_text'] - marks['head'], 500)
+
+    def test_the_deadline_in_mid_stream_frees_the_slot(self) -> None:
+        record = self.conclude(self.endless('--max-tokens', 8000, '--deadline', 1).finish(), 'deadline', done=False)
+        self.assertTrue(record['text'])
+        self.assertLess(self.conclude(self.ask(), 'passed')['duration_ms'], 2000)
+
+    def test_sixteen_at_once(self) -> None:
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            for checked in pool.map(lambda _: self.ask('--idle', 60), range(16)):
+                self.conclude(checked, 'passed', text='READY')
+
+    def ended_by(self, number: signal.Signals, *args: object, options: tuple[object, ...] = ()) -> Checked:
+        started, port = self.start(*options)
+        self.served(started)
+        running = Running(url_of(port), '--max-tokens', 8000, *extra(ignore_eos=True), *args)
+        running.await_text()
+        started.kill(number)
+        return running.finish()
+
+    def test_when_it_is_killed(self) -> None:
+        record = self.conclude(self.ended_by(signal.SIGKILL), 'body_cut', done=False)
+        self.assertIn('with the last chunk missing', record['error'])
+        self.assertTrue(record['text'])
+
+    def test_when_it_is_told_to_stop_our_clocks_end_its_silence(self) -> None:
+        record = self.conclude(self.ended_by(signal.SIGTERM, '--idle', 3), 'idle_timeout', done=False)
+        self.assertTrue(record['text'])
+        self.assertLess(record['duration_ms'], 8000)
+
+    def test_when_it_is_told_to_stop_and_keeps_alive(self) -> None:  # it finds the end of its engine with the first comment
+        record = self.conclude(self.ended_by(signal.SIGTERM, options=('--sse-ping-interval', 1)), 'body_cut', done=False)
+        self.assertEqual((record['delivery']['comments'], bool(record['text'])), (1, True))
+        self.assertIn('with the last chunk missing', record['error'])
+
+
+@needs(transformers=(VLLM / 'transformers').exists(), model=MODEL.exists())
+class TransformersTest(ModelServerTest):
+    """``transformers serve``, which never sends [DONE]."""
+
+    model = str(MODEL / 'hf')
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        ran = subprocess.run([VLLM / 'transformers', 'version'], capture_output=True, text=True, timeout=120, check=True)
+        VERSIONS['transformers serve'] = ran.stdout.split()[-1] + ' (transformers version)'
+        port = free_port()
+        started = served_by_class(cls, Program(
+            VLLM / 'transformers', 'serve', cls.model, '--host', '127.0.0.1', '--port', port, '--device', 'cpu',
+            env={'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'}))
+        started.until(lambda: answers(port, '/openapi.json'), 120, 'transformers serve is ready')
+        cls.url = url_of(port)
+
+    def test_no_done_fails_with_a_hint(self) -> None:
+        checked = self.ask('--idle', 60)
+        self.conclude(checked, 'no_done', text='READY', finish_reason='stop', done=False)
+        self.assertIn('--tolerate no_done accepts a finish and a clean end', checked.view)
+
+    def test_no_done_can_be_tolerated(self) -> None:
+        record = self.conclude(self.ask('--idle', 60, '--tolerate', 'no_done'), 'passed', text='READY', finish_reason='stop', done=False)
+        self.assertIn('no_done', [w['code'] for w in record['warnings']])
+        self.assertEqual(record['request']['policy']['tolerate'], ['no_done'])
+
+    def test_hostile_characters_arrive_as_they_are(self) -> None:
+        self.conclude(self.ask('--idle', 60, '--prompt', 'Hostile characters.', '--max-tokens', 400, '--tolerate', 'no_done'), 'passed',
+                      text=answer_of('HOSTILE'))
+
+
+# --- nginx --------------------------------------------------------------------------------------------------------------
+
+NGINX = """
+daemon off;
+pid {folder}/pid;
+error_log stderr;
+{user}
+worker_processes 1;
+events {{ worker_connections 256; }}
+http {{
+  access_log off;
+  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
+  uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+  gzip_types text/event-stream; gzip_min_length 0;
+  proxy_http_version 1.1;
+  proxy_set_header Connection "";
+  server {{
+    listen 127.0.0.1:{port};
+    listen 127.0.0.1:{tls} ssl;
+    ssl_certificate {folder}/chain.pem; ssl_certificate_key {folder}/key.pem;
+    location /off/ {{ proxy_pass http://127.0.0.1:{fixture}/; proxy_buffering off; }}
+    location /on/ {{ proxy_pass http://127.0.0.1:{fixture}/; }}
+    location /on-1.0/ {{ proxy_pass http://127.0.0.1:{fixture}/; proxy_http_version 1.0; proxy_set_header Connection close; }}
+    location /off-1.0/ {{ proxy_pass http://127.0.0.1:{fixture}/; proxy_http_version 1.0; proxy_buffering off; }}
+    location /unframed/ {{ proxy_pass http://127.0.0.1:{fixture}/; proxy_buffering off; chunked_transfer_encoding off; }}
+    location /impatient/ {{ proxy_pass http://127.0.0.1:{fixture}/; proxy_buffering off; proxy_read_timeout 1s; }}
+    location /impatient-on/ {{ proxy_pass http://127.0.0.1:{fixture}/; proxy_read_timeout 1s; }}
+    location /packing/ {{ proxy_pass http://127.0.0.1:{port}/packed/; proxy_set_header Accept-Encoding gzip; }}
+    location /packed/ {{ proxy_pass http://127.0.0.1:{fixture}/; gzip on; }}
+    location /gzip/ {{ proxy_pass http://127.0.0.1:{fixture}/; gzip on; }}
+    location /nobody/ {{ proxy_pass http://127.0.0.1:{nobody}/; }}
+    location /llama/ {{ proxy_pass http://127.0.0.1:{llama}/; proxy_buffering off; }}
+    location /llama-on/ {{ proxy_pass http://127.0.0.1:{llama}/; proxy_buffers 64 64k; proxy_busy_buffers_size 3m; }}
+    location /llama-1.0/ {{ proxy_pass http://127.0.0.1:{llama}/; proxy_http_version 1.0; proxy_buffers 64 64k;
+      proxy_busy_buffers_size 3m; }}
+    location /llama-unframed/ {{ proxy_pass http://127.0.0.1:{llama}/; proxy_buffering off; chunked_transfer_encoding off; }}
+  }}
+}}
+"""
+HELD = ('the text was held back and came at once: look at the application server, compression (gzip), '
+        "the proxy's buffering (proxy_buffering), then the reader")
+
+
+@needs(nginx=program('nginx') is not None, trustme=package('trustme'), llama_server=LLAMA.exists(), model=MODEL.exists())
+class NginxTest(InteropTest):
+    """nginx in front of the fixture and of llama-server."""
+
+    port: ClassVar[int]
+    tls: ClassVar[int]
+    llama_port: ClassVar[int]
+    ca: ClassVar[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        import trustme
+
+        folder = tempfile.mkdtemp()
+        cls.addClassCleanup(shutil.rmtree, folder)
+        authority = trustme.CA()
+        certificate = authority.issue_cert('gpu-host.internal')
+        cls.ca = f'{folder}/ca.pem'
+        authority.cert_pem.write_to_path(cls.ca)
+        certificate.private_key_and_cert_chain_pem.write_to_path(f'{folder}/chain.pem')
+        certificate.private_key_pem.write_to_path(f'{folder}/key.pem')
+        fixture, fixture_port = fixture_program()
+        served_by_class(cls, fixture)
+        cls.llama_port = free_port()
+        cls.port, cls.tls = free_port(), free_port()
+        Path(folder, 'nginx.conf').write_text(NGINX.format(
+            folder=folder, port=cls.port, tls=cls.tls, fixture=fixture_port, llama=cls.llama_port, nobody=free_port(),
+            user=f'user {getpass.getuser()};' if os.getuid() == 0 else ''))
+        started = served_by_class(cls, Program(program('nginx'), '-c', f'{folder}/nginx.conf', '-e', 'stderr'))
+        started.until(lambda: answers(cls.port, '/off/v1/models'), 20, 'nginx is ready')
+        VERSIONS['nginx'] = cls.through('off', 'ok').record['response']['headers']['server'] + ' (its Server field)'
+
+    @classmethod
+    def through(cls, location: str, mode: str, *args: object) -> Checked:
+        return check(url_of(cls.port, '/' + location), *args, model=f'mode:{mode}')
+
+    def test_without_buffering_events_arrive_as_they_are_sent(self) -> None:
+        for mode in ('steady-text', 'steady-until-close'):
+            with self.subTest(mode=mode):
+                record = self.conclude(self.through('off', mode), 'passed', content_events=12)
+                self.assertIs(record['delivery']['buffered'], False)
+                self.assertGreaterEqual(record['delivery']['content_reads'], 11)
+                self.assertGreater(min(sorted(record['event_gaps_ms'])[2:]), 50)
+
+    def test_with_buffering_a_pass_stays_a_pass_and_the_holders_are_named(self) -> None:
+        checked = self.through('on', 'steady-until-close')
+        record = self.conclude(checked, 'passed', content_events=12)
+        self.assertIs(record['delivery']['buffered'], True)
+        self.assertIn(HELD, checked.view)
+
+    def test_buffering_spares_a_chunked_answer(self) -> None:  # nginx passes each chunk on as it is decoded
+        self.assertIs(self.conclude(self.through('on', 'steady-text'), 'passed')['delivery']['buffered'], False)
+
+    def test_gzip_in_spite_of_what_was_asked_for_is_refused(self) -> None:
+        record = self.conclude(self.through('packing', 'ok'), 'encoded_body')
+        self.assertIn('Content-Encoding "gzip"', record['error'])
+        self.conclude(self.through('gzip', 'ok'), 'passed')  # nginx heeds Accept-Encoding: identity
+
+    def test_tls_with_a_private_authority(self) -> None:
+        at = url_of(self.tls, '/off', 'https', 'gpu-host.internal')
+        dial = ('--connect-to', f'127.0.0.1:{self.tls}')
+        record = self.conclude(check(at, '--ca-file', self.ca, *dial, model='mode:ok'), 'passed')
+        self.assertIn(record['response']['tls_version'], ('TLSv1.2', 'TLSv1.3'))
+        self.assertEqual(record['request']['path_taken'], 'connect-to')
+        self.conclude(check(at, *dial, model='mode:ok'), 'tls_untrusted')
+        self.conclude(check(url_of(self.tls, '/off', 'https'), '--ca-file', self.ca, model='mode:ok'), 'tls_name')
+        record = self.conclude(check(url_of(self.tls, '/off'), model='mode:ok'), 'http_status')
+        self.assertIn('400 The plain HTTP request was sent to HTTPS port', record['error'])
+
+    def test_an_upstream_that_ends_in_mid_stream(self) -> None:
+        for location in ('off', 'on', 'off-1.0', 'on-1.0'):
+            for mode, outcome, words in (
+                    ('cut-in-chunk', 'body_cut', 'with the last chunk missing'), ('reset-midway', 'body_cut', 'with the last chunk missing'),
+                    ('length-too-long', 'body_cut', 'of 1228 body bytes'),
+                    ('close-midway', 'no_done', 'by its last chunk'),  # a close is an end for nginx, which then makes it a clean one
+                    ('done-then-cut', 'passed', '')):
+                with self.subTest(location=location, mode=mode):
+                    self.assertIn(words, self.conclude(self.through(location, mode), outcome, text='READY ✓')['error'] or '')
+        for mode in ('cut-in-chunk', 'reset-midway', 'close-midway'):  # without chunks only [DONE] tells
+            with self.subTest(location='unframed', mode=mode):
+                record = self.conclude(self.through('unframed', mode), 'no_done', text='READY ✓')
+                self.assertIn('by closing', record['error'])
+
+    def test_a_killed_llama_server_behind_it(self) -> None:
+        for location, outcome, words in (('llama', 'body_cut', 'with the last chunk missing'), ('llama-unframed', 'no_done', 'by closing'),
+                                         ('llama-on', 'body_cut', 'with the last chunk missing')):
+            with self.subTest(location=location):
+                started = self.llama()
+                running = Running(url_of(self.port, '/' + location), '--max-tokens', 8000, *extra(ignore_eos=True))
+                running.await_text()
+                started.kill(signal.SIGKILL)
+                record = self.conclude(running.finish(), outcome, done=False)
+                self.assertIn(words, record['error'])
+                started.stop()
+
+    def llama(self) -> Program:
+        started = self.served(Program(LLAMA, '-m', MODEL / 'tiny.gguf', '--host', '127.0.0.1', '--port', self.llama_port, '--api-key', KEY,
+                                      '--alias', 'tiny', '-c', 8192, '-np', 1, '-t', 1, '--jinja'))
+        started.until(lambda: answers(self.llama_port), 30, 'llama-server is ready')
+        return started
+
+    def test_llama_server_through_it(self) -> None:
+        self.llama()
+        long = ('--max-tokens', 4000, '--accept-finish', 'length', *extra(ignore_eos=True))
+        for location in ('llama', 'llama-on', 'llama-1.0', 'llama-unframed'):  # it sends chunks even to HTTP/1.0
+            with self.subTest(location=location):
+                record = self.conclude(check(url_of(self.port, '/' + location), *long), 'passed')
+                self.assertIs(record['delivery']['buffered'], False, record['delivery'])
+                self.assertEqual(record['delivery']['body_end'], 'closed' if location == 'llama-unframed' else 'last_chunk')
+
+    def test_a_read_timeout_shorter_than_the_stall(self) -> None:
+        for location in ('impatient', 'impatient-on'):
+            record = self.conclude(self.through(location, 'stall-after-text', '--idle', 8), 'body_cut', text='READY ✓')
+            self.assertIn('with the last chunk missing', record['error'])
+        record = self.conclude(self.through('impatient', 'stall-before-head', '--idle', 8), 'http_status')
+        self.assertEqual((record['response']['status'], '504 Gateway Time-out' in record['error']), (504, True), record['error'])
+        self.assertNotIn('<', record['error'])
+
+    def test_nothing_behind_it(self) -> None:
+        for location, mode in (('nobody', 'ok'), ('off', 'closed-at-once')):
+            record = self.conclude(self.through(location, mode), 'http_status')
+            self.assertEqual(record['response']['status'], 502)
+            self.assertIn('"502 Bad Gateway"', record['error'])
+            self.assertIn('502 and 504 what stands behind the proxy', record['failure']['hint'])
+
+    def test_http_1_0_to_the_upstream(self) -> None:
+        for mode in ('ok', 'http-1-0', 'until-close', 'content-length'):
+            self.conclude(self.through('off-1.0', mode), 'passed', text='READY ✓')
+
+
+# --- OpenSSH ------------------------------------------------------------------------------------------------------------
+
+SSHD = """
+ListenAddress 127.0.0.1
+Port {port}
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/authorized
+PidFile none
+UsePAM no
+StrictModes no
+PasswordAuthentication {password}
+PermitRootLogin yes
+AllowTcpForwarding {forward}
+"""
+
+
+@needs(ssh=program('ssh') is not None, sshd=program('sshd') is not None, trustme=package('trustme'))
+class SshTest(InteropTest):
+    """A real sshd on loopback with throw-away keys, in front of a fixture."""
+
+    folder: ClassVar[str]
+    ca: ClassVar[str]
+    url: ClassVar[str]
+    sshd: ClassVar[Program]
+    port: ClassVar[int]
+    fixture_port: ClassVar[int]
+    secure_port: ClassVar[int]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        import trustme
+
+        cls.folder = tempfile.mkdtemp()
+        cls.addClassCleanup(shutil.rmtree, cls.folder)
+        for name in ('host', 'user', 'stranger'):
+            subprocess.run(['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', f'{cls.folder}/{name}'], check=True, timeout=30)
+        shutil.copy(f'{cls.folder}/user.pub', f'{cls.folder}/authorized')
+        Path('/run/sshd').mkdir(exist_ok=True) if os.getuid() == 0 else None  # where Debian's sshd separates privileges
+        cls.sshd, cls.port = cls.sshd_at('yes')
+        host_key = Path(cls.folder, 'host.pub').read_text()
+        Path(cls.folder, 'known').write_text(f'[127.0.0.1]:{cls.port} {host_key}')
+        fixture, cls.fixture_port = fixture_program()
+        served_by_class(cls, fixture)
+        cls.url = url_of(cls.fixture_port)
+        authority = trustme.CA()
+        cls.ca = f'{cls.folder}/ca.pem'
+        authority.cert_pem.write_to_path(cls.ca)
+        authority.issue_cert('gpu-host.internal').private_key_and_cert_chain_pem.write_to_path(f'{cls.folder}/chain.pem')
+        secure, cls.secure_port = fixture_program('--certificate', f'{cls.folder}/chain.pem')
+        served_by_class(cls, secure)
+        with socket.create_connection(('127.0.0.1', cls.port), 10) as connection:
+            VERSIONS['OpenSSH'] = connection.recv(200).decode().strip() + ' (its greeting)'
+
+    @classmethod
+    def sshd_at(cls, forward: str, password: str = 'no') -> tuple[Program, int]:
+        port = free_port()
+        config = Path(cls.folder, f'sshd_config.{port}')
+        config.write_text(SSHD.format(port=port, folder=cls.folder, forward=forward, password=password))
+        started = served_by_class(cls, Program(program('sshd'), '-D', '-e', '-f', config))
+
+        def listens() -> bool:
+            with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), 1):
+                return True
+            return False
+
+        started.until(listens, 20, 'sshd listens')
+        return started, port
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        eventually(lambda: not marked(), 5, f'no process of a client is left: {marked()}')
+
+    def options(self, identity: str = 'user', known: str = 'known', port: int | None = None) -> list[str]:
+        settings = (f'IdentityFile={self.folder}/{identity}', 'IdentitiesOnly=yes', f'UserKnownHostsFile={self.folder}/{known}',
+                    'GlobalKnownHostsFile=/dev/null', 'StrictHostKeyChecking=yes')
+        return ['--ssh', f'127.0.0.1:{port or self.port}', *(word for s in settings for word in ('--ssh-option', s))]
+
+    def ask(self, mode: str, *args: object, url: str | None = None, **kwargs: Any) -> Checked:
+        return check(url or self.url, *self.options(), *args, model=f'mode:{mode}', **kwargs)
+
+    def test_through_the_standard_streams_of_ssh(self) -> None:
+        record = self.conclude(self.ask('ok'), 'passed', text='READY ✓')
+        self.assertEqual((record['request']['path_taken'], record['request']['ssh']), ('ssh', f'127.0.0.1:{self.port}'))
+        self.assertEqual(record['request']['url'], self.url)
+        marks = record['marks_ms']
+        self.assertLess(marks['connected'], marks['sent'])
+        self.assertLess(marks['sent'], marks['head'])
+        self.assertIsNone(marks['resolved'])
+
+    def test_the_verdict_is_the_same_as_without(self) -> None:
+        modes = ('until-close', 'http-1-0', 'content-length', 'done-kept-open', 'byte-chunks', 'cut-in-chunk', 'close-midway', 'reset-midway',
+                 'malformed', 'length', 'utf8-cut', 'closed-at-once', 'closed-in-fields', 'http-error', 'events-of-20000')
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            for mode, checked in zip(modes, pool.map(self.ask, modes), strict=True):
+                with self.subTest(mode=mode):
+                    expected = fixture_server.MODES[mode].expect
+                    if mode == 'reset-midway':  # sshd makes a close of it
+                        expected = 'body_cut'
+                    self.conclude(checked, expected, text=fixture_server.MODES[mode].text)
+
+    def test_a_long_request(self) -> None:
+        self.conclude(self.ask('ok', '--prompt', 'word ' * 10_000), 'passed')
+
+    def test_https_behind_it(self) -> None:
+        at = url_of(self.secure_port, '', 'https', 'gpu-host.internal')
+        dial = ('--connect-to', f'127.0.0.1:{self.secure_port}', '--ca-file', self.ca)
+        record = self.conclude(self.ask('ok', *dial, url=at), 'passed')
+        self.assertEqual(record['request']['path_taken'], 'ssh')
+        self.assertIsNotNone(record['response']['certificate_sha256'])
+        self.conclude(self.ask('ok', *dial[2:], url=url_of(self.secure_port, '', 'https')), 'tls_name')
+
+    def failed(self, checked: Checked, *words: str) -> None:
+        record = self.conclude(checked, 'tunnel_failed')
+        for word in words:
+            self.assertIn(word, record['error'])
+        self.assertIsNone(record['marks_ms']['head'])
+        self.assertLess(record['duration_ms'], 8000)
+
+    def test_a_failed_login(self) -> None:
+        self.failed(check(self.url, *self.options('stranger')), 'Permission denied (publickey')
+
+    def test_a_login_never_asks(self) -> None:
+        _, port = self.sshd_at('yes', password='yes')
+        Path(self.folder, 'known2').write_text(f'[127.0.0.1]:{port} {Path(self.folder, "host.pub").read_text()}')
+        self.failed(check(self.url, *self.options('stranger', 'known2', port), '--ssh-option', 'BatchMode=no', '--ssh-option',
+                          'PreferredAuthentications=password'), 'Permission denied')
+
+    def test_an_unknown_host_key(self) -> None:
+        self.failed(check(self.url, *self.options(known='nothing')), 'Host key verification failed.')
+
+    def test_a_host_key_that_changed(self) -> None:
+        Path(self.folder, 'changed').write_text(f'[127.0.0.1]:{self.port} {Path(self.folder, "stranger.pub").read_text()}')
+        self.failed(check(self.url, *self.options(known='changed')), 'Host key verification failed.')
+
+    def test_a_refused_forward(self) -> None:
+        _, port = self.sshd_at('no')
+        Path(self.folder, 'known3').write_text(f'[127.0.0.1]:{port} {Path(self.folder, "host.pub").read_text()}')
+        self.failed(check(self.url, *self.options(known='known3', port=port)), 'administratively prohibited')
+
+    def test_nothing_listens_on_the_far_side(self) -> None:
+        self.failed(check(url_of(free_port()), *self.options()), 'connect failed: Connection refused')
+
+    def test_no_sshd_there(self) -> None:
+        self.failed(check(self.url, *self.options(port=free_port())), 'Connection refused')
+
+    def test_a_quiet_configuration_does_not_hide_the_reason(self) -> None:
+        self.failed(check(self.url, '--ssh-option', 'LogLevel=QUIET', *self.options('stranger')), 'Permission denied (publickey')
+
+    def sessions(self) -> list[int]:
+        """The processes of sshd that serve a connection, each with its unprivileged half."""
+        every = list(processes())
+        served = [p.pid for p in every if p.parent == self.sshd.process.pid]
+        return [*served, *(p.pid for p in every if p.parent in served)]
+
+    def test_a_tunnel_cut_in_mid_stream(self) -> None:
+        running = Running(self.url, *self.options(), '--idle', 20, model='mode:stall-after-text')
+        running.await_text('READY ✓')
+        self.assertTrue(self.sessions())
+        for pid in self.sessions():
+            os.kill(pid, signal.SIGKILL)
+        record = self.conclude(running.finish(), 'tunnel_failed', text='READY ✓')
+        self.assertRegex(record['error'], 'closed by remote host|Broken pipe|Connection reset')
+
+    def test_ssh_itself_killed(self) -> None:
+        running = Running(self.url, *self.options(), '--idle', 20, model='mode:stall-after-text')
+        running.await_text('READY ✓')
+        for process in processes():
+            if process.parent == running.process.pid:
+                os.kill(process.pid, signal.SIGKILL)
+        record = self.conclude(running.finish(), 'tunnel_failed', text='READY ✓')
+        self.assertIn('ssh was ended by signal 9', record['error'])
+
+    def test_clocks_cover_the_tunnel(self) -> None:
+        for flag, outcome in (('--idle', 'idle_timeout'), ('--deadline', 'deadline')):
+            with self.subTest(flag=flag):
+                record = self.conclude(self.ask('ok', '--ssh-option', 'ProxyCommand=sleep 60', flag, 1.5), outcome)
+                self.assertEqual(record['failure']['boundary'], 'tunnel')
+                self.assertIn('while opening the SSH tunnel', record['error'])
+                self.assertLess(record['duration_ms'], 2500)
+        record = self.conclude(self.ask('stall-after-text', '--idle', 2), 'idle_timeout', text='READY ✓')
+        self.assertEqual(record['failure']['boundary'], 'protocol')
+
+    def test_a_signal_ends_ssh_too(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            with self.subTest(number=number):
+                running = Running(self.url, *self.options(), '--idle', 20, model='mode:stall-after-text')
+                running.await_text()
+                running.process.send_signal(number)
+                checked = running.finish(10)
+                self.assertEqual((checked.status, checked.record['outcome']), (128 + number, 'interrupted'))
+                eventually(lambda: not marked(), 3, 'ssh is gone')
+
+    def test_ssh_never_sees_the_key(self) -> None:
+        spy = Path(self.folder, 'spy')
+        spy.mkdir()
+        Path(spy, 'ssh').write_text(f'#!/bin/sh\nenv > {spy}/seen\necho "$@" >> {spy}/seen\nexec {program("ssh")} "$@"\n')
+        Path(spy, 'ssh').chmod(0o755)
+        self.conclude(self.ask('ok', env={'PATH': f'{spy}:{os.environ["PATH"]}', 'ANOTHER': f'Bearer {KEY}'}), 'passed')
+        seen = Path(spy, 'seen').read_text()
+        self.assertIn('-W 127.0.0.1', seen)
+        self.assertNotIn(KEY, seen)
+        self.assertNotIn('MODEL_API_KEY', seen)
+        self.assertNotIn(' -L', seen)
+
+    def test_a_classic_tunnel(self) -> None:
+        near, near_tls = free_port(), free_port()
+        options = [word.replace('--ssh-option', '-o') for word in self.options()[2:]]
+        started = self.served(Program('ssh', '-N', '-o', 'BatchMode=yes', '-L', f'127.0.0.1:{near}:127.0.0.1:{self.fixture_port}',
+                                      '-L', f'127.0.0.1:{near_tls}:127.0.0.1:{self.secure_port}', '-p', self.port, *options, '127.0.0.1'))
+        started.until(lambda: answers(near, '/v1/models'), 20, 'the tunnel is open')
+        self.conclude(check(url_of(near), model='mode:ok'), 'passed')
+        record = self.conclude(check(url_of(self.secure_port, '', 'https', 'gpu-host.internal'), '--ca-file', self.ca, '--connect-to',
+                                     f'127.0.0.1:{near_tls}', model='mode:ok'), 'passed')
+        self.assertEqual(record['request']['path_taken'], 'connect-to')
+
+    def test_the_file_itself_run_on_the_host(self) -> None:
+        options = [word.replace('--ssh-option', '-o') for word in self.options()[2:]]
+        for mode, status in (('ok', 0), ('broken', 1)):
+            with open(CLIENT, 'rb') as source:
+                ran = subprocess.run(['ssh', '-o', 'BatchMode=yes', '-p', str(self.port), *options, '127.0.0.1', sys.executable, '-', '--url',
+                                      self.url, '--model', f'mode:{mode}', '--output', '-'], stdin=source, capture_output=True, text=True,
+                                     timeout=60, check=False)
+            record = json.loads(ran.stdout)
+            self.assertEqual((ran.returncode, record['outcome']), (status, fixture_server.MODES[mode].expect), ran.stderr)
+            self.assertEqual(record['request']['path_taken'], 'direct')
+
+
+# --- TLS ----------------------------------------------------------------------------------------------------------------
+
+
+class TlsServer:
+    """A TLS server that answers every request with ``pieces``, and closes without close_notify."""
+
+    def __init__(self, context: ssl.SSLContext | None, pieces: Sequence[bytes]) -> None:
+        self.context, self.pieces = context, pieces
+        self.socket = socket.create_server(('127.0.0.1', 0))
+        self.port = self.socket.getsockname()[1]
+
+    def __enter__(self) -> TlsServer:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection = self.socket.accept()[0]
+                with contextlib.suppress(OSError), connection:
+                    self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(10)
+        if not self.context:
+            connection.recv(65536)
+            connection.sendall(b''.join(self.pieces))
+            return
+        tls = self.context.wrap_socket(connection, server_side=True)
+        seen = b''
+        while not (b'\r\n\r\n' in seen and seen.endswith(b'}')):
+            seen += tls.recv(65536) or self._gone()
+        for piece in self.pieces:
+            tls.sendall(piece)
+        os.close(tls.detach())  # without close_notify
+
+    @staticmethod
+    def _gone() -> bytes:
+        raise OSError('the client left')
+
+
+@needs(trustme=package('trustme'), openssl=program('openssl') is not None)
+class TlsTest(InteropTest):
+    """Certificates and protocol versions of every kind, and ends without close_notify."""
+
+    folder: ClassVar[str]
+    ca: ClassVar[str]
+    authority: ClassVar[Any]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        import trustme
+
+        cls.folder = tempfile.mkdtemp()
+        cls.addClassCleanup(shutil.rmtree, cls.folder)
+        cls.authority = trustme.CA(organization_name='Interop Test Authority')
+        cls.ca = f'{cls.folder}/ca.pem'
+        cls.authority.cert_pem.write_to_path(cls.ca)
+        ran = subprocess.run([program('openssl') or '', 'version'], capture_output=True, text=True, timeout=10, check=True)
+        VERSIONS['OpenSSL'] = f'{" ".join(ran.stdout.split()[:2])} (openssl version)'
+
+    def issued(self, name: str, *, common: str = 'gpu-host.internal', alternative: tuple[str, ...] = ('gpu-host.internal',),
+               days: tuple[int, int] = (-1, 30), client_only: bool = False, self_signed: bool = False) -> str:
+        """A chain with key in one PEM file, made with cryptography where trustme offers no such thing."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID
+
+        signer = serialization.load_pem_private_key(self.authority.private_key_pem.bytes(), None)
+        issuer = x509.load_pem_x509_certificate(self.authority.cert_pem.bytes())
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common)])
+        now = dt.datetime.now(dt.timezone.utc)
+        builder = (x509.CertificateBuilder().subject_name(subject).issuer_name(subject if self_signed else issuer.subject)
+                   .public_key(key.public_key()).serial_number(x509.random_serial_number())
+                   .not_valid_before(now + dt.timedelta(days[0])).not_valid_after(now + dt.timedelta(days[1])))
+        if alternative:
+            builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(a) for a in alternative]), False)
+        if client_only:
+            builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), False)
+        made = builder.sign(key if self_signed else signer, hashes.SHA256())  # type: ignore[arg-type]
+        path = f'{self.folder}/{name}.pem'
+        Path(path).write_bytes(made.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+        return path
+
+    @contextlib.contextmanager
+    def fixture(self, path: str) -> Iterator[int]:
+        with fixture_server.server(0, 'ok', 0.01, certificate=path) as served:
+            thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
+            thread.start()
+            try:
+                yield served.server_port
+            finally:
+                served.shutdown()
+                thread.join(10)
+
+    def asked(self, port: int, host: str = 'gpu-host.internal', *args: object) -> Checked:
+        return check(url_of(port, '', 'https', host), '--connect-to', f'127.0.0.1:{port}', *(args or ('--ca-file', self.ca)), model='mode:ok')
+
+    def test_certificates(self) -> None:
+        cases: list[tuple[str, dict[str, Any], str, str, str]] = [
+            ('good', {}, 'gpu-host.internal', 'passed', ''),
+            ('wildcard', {'alternative': ('*.hosts.internal',)}, 'gpu.hosts.internal', 'passed', ''),
+            ('self-signed', {'self_signed': True}, 'gpu-host.internal', 'tls_untrusted', 'self.signed certificate'),
+            ('expired', {'days': (-30, -1)}, 'gpu-host.internal', 'tls_expired', 'certificate has expired'),
+            ('not-yet', {'days': (1, 30)}, 'gpu-host.internal', 'tls_expired', 'certificate is not yet valid'),
+            ('another-name', {}, '127.0.0.1', 'tls_name', 'asked for 127.0.0.1(, the certificate names gpu-host.internal)?$'),
+            ('other-names', {'alternative': ('a.internal', 'b.internal')}, 'gpu-host.internal', 'tls_name',
+             'asked for gpu-host.internal(, the certificate names a.internal, b.internal)?$'),
+            ('address-as-common-name', {'common': '127.0.0.1', 'alternative': ()}, '127.0.0.1', 'tls_name',
+             'asked for 127.0.0.1(, the certificate has no subject alternative name)?$'),
+            ('address-as-dns-name', {'alternative': ('127.0.0.1',)}, '127.0.0.1', 'tls_name', 'asked for 127.0.0.1'),
+            ('client-only', {'client_only': True}, 'gpu-host.internal', 'tls_untrusted', 'purpose'),
+        ]
+        for name, made, host, outcome, words in cases:
+            with self.subTest(name=name), self.fixture(self.issued(name, **made)) as port:
+                record = self.conclude(self.asked(port, host), outcome)
+                if outcome != 'passed':
+                    self.assertRegex(record['error'], words)
+                    self.assertIsNone(record['marks_ms']['sent'], 'nothing is sent')
+        with self.fixture(self.issued('unknown')) as port:
+            record = self.conclude(self.asked(port, 'gpu-host.internal', '--idle', 10), 'tls_untrusted')
+            self.assertIn('unable to get local issuer certificate', record['error'])
+
+    @unittest.skipUnless(hasattr(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname='a')._sslobj,  # type: ignore[attr-defined]
+                                 'get_unverified_chain'), 'this interpreter does not let the chain be read')
+    def test_what_the_certificate_says_of_itself(self) -> None:
+        for name, made, host, words in (
+                ('names', {}, '127.0.0.1', 'asked for 127.0.0.1, the certificate names gpu-host.internal'),
+                ('times', {'days': (-30, -1)}, 'gpu-host.internal', ', the certificate is valid from '),
+                ('issuer', {'self_signed': True}, 'gpu-host.internal', ', the certificate was issued by gpu-host.internal')):
+            with self.fixture(self.issued(name, **made)) as port:
+                self.assertIn(words, self.asked(port, host).record['error'])
+
+    def test_tls_1_1(self) -> None:
+        port = free_port()
+        path = self.issued('old')
+        self.served(Program(program('openssl'), 's_server', '-accept', f'127.0.0.1:{port}', '-tls1_1', '-cipher', 'ALL:@SECLEVEL=0', '-cert', path,
+                            '-key', path, '-quiet'))
+        time.sleep(0.5)
+        record = self.conclude(self.asked(port), 'tls_failed')
+        self.assertRegex(record['error'], r'(?i)protocol.version|unsupported.protocol')
+
+    def test_plain_http_on_an_https_port_and_the_reverse(self) -> None:
+        with TlsServer(None, [b'HTTP/1.1 400 Bad Request\r\n\r\n']) as server:
+            record = self.conclude(self.asked(server.port), 'tls_failed')
+            self.assertIn('that port speaks plain HTTP', record['error'])
+        port = free_port()
+        path = self.issued('reverse')
+        self.served(Program(program('openssl'), 's_server', '-accept', f'127.0.0.1:{port}', '-cert', path, '-key', path, '-quiet'))
+        time.sleep(0.5)
+        record = self.conclude(check(url_of(port), model='mode:ok'), 'closed_before_head')  # OpenSSL says nothing; nginx does
+        self.assertIn('or that port speaks TLS', record['failure']['hint'])
+        alert = b'\x15\x03\x01\x00\x02\x02\x0a'  # what other TLS stacks send
+        for at in range(1, len(alert)):
+            with TlsServer(None, [alert[:at], alert[at:]]) as server:
+                record = self.conclude(check(url_of(server.port), model='mode:ok'), 'head_malformed')
+                self.assertIn('that port speaks TLS, use https', record['error'])
+
+    def test_an_end_without_close_notify_at_each_event(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.issued('cut'))
+        events = [b'data: {"choices":[{"index":0,"delta":{"role":"assistant"}}]}\n\n', b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n',
+                  b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n', b'data: {"choices":[],"usage":{"completion_tokens":1}}\n\n',
+                  b'data: [DONE]\n\n']
+        head = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n'
+        for chunked in (False, True):
+            for count in range(len(events) + 1):
+                sent = [b'%x\r\n%s\r\n' % (len(e), e) if chunked else e for e in events[:count]]
+                first = head + (b'Transfer-Encoding: chunked\r\n\r\n' if chunked else b'\r\n')
+                expected = 'passed' if count == len(events) else 'body_cut'
+                with self.subTest(chunked=chunked, count=count), TlsServer(context, [first, *sent]) as server:
+                    record = self.conclude(self.asked(server.port), expected, text='a' if count > 1 else '')
+                    if expected == 'passed':
+                        self.assertEqual([w['code'] for w in record['warnings']], ['unclean_end'])
+
+
+# --- other drivers ------------------------------------------------------------------------------------------------------
+
+
+class Driven(NamedTuple):
+    """What a driver came to."""
+
+    outcome: str
+    text: str
+    finish_reason: str | None
+    warnings: dict[str, int]
+
+
+class DriverTest(InteropTest):
+    """The layers without I/O under httpx and aiohttp: 32 streams at once, with the verdicts of ``stream()``.
+
+    The modes are those that differ in the event stream; what differs below it, an HTTP client handles in its own way.
+    """
+
+    GROUPS = ('whole answers', 'incomplete answers', 'errors in the stream', 'event-stream forms', 'chunk shapes')
+
+    def judge(self, opened: Callable[[], Any], reads: Callable[[Any, str, dict[str, Any]], Any]) -> None:
+        """``opened()`` is a client as a context manager, ``reads(client, url, body)`` one that yields the body as it comes."""
+        served = fixture_server.server(0, 'ok', 0.02)
+        thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        url = url_of(served.server_port)
+        modes = [name for name, mode in fixture_server.MODES.items() if mode.group in self.GROUPS]
+
+        async def one(client: Any, gate: asyncio.Semaphore, mode: str) -> Driven:
+            chat = ChatCompletion(model=f'mode:{mode}', usage_asked=True, max_tokens=128)
+            outcome = 'passed'
+            async with gate:
+                body = {'model': f'mode:{mode}', 'messages': [{'role': 'user', 'content': 'p'}], 'stream': True, 'max_tokens': 128}
+                try:
+                    async for raw in reads(client, url, body):
+                        for _ in chat.feed(raw):
+                            pass
+                        if chat.done:
+                            break
+                    chat.end()
+                except StreamFailure as failure:
+                    outcome = failure.code
+            return Driven(outcome, chat.text, chat.finish_reason, dict(chat.warnings))
+
+        async def all_of_them() -> list[Driven]:
+            gate = asyncio.Semaphore(32)
+            async with opened() as client:
+                return await asyncio.gather(*(one(client, gate, mode) for mode in modes))
+
+        try:
+            for mode, driven in zip(modes, asyncio.run(all_of_them()), strict=True):
+                with self.subTest(mode=mode):
+                    record = stream(url, f'mode:{mode}', 'p')
+                    after = ('after_done', 'unclean_end')  # a driver may leave at [DONE]
+                    warned = {w['code']: w['count'] for w in record['warnings']}
+                    self.assertEqual(driven[:3], (record['outcome'], record['text'], record['finish_reason']))
+                    self.assertEqual(*({k: v for k, v in ws.items() if k not in after} for ws in (driven.warnings, warned)))
+        finally:
+            served.shutdown()
+            served.server_close()
+            thread.join(10)
+
+    @needs_package('httpx')
+    def test_httpx(self) -> None:
+        import httpx
+
+        async def reads(client: Any, url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+            async with client.stream('POST', url, json=body) as response:
+                async for raw in response.raise_for_status().aiter_raw():
+                    yield raw
+
+        self.judge(lambda: httpx.AsyncClient(trust_env=False, timeout=10, limits=httpx.Limits(max_connections=32)), reads)
+
+    @needs_package('aiohttp')
+    def test_aiohttp(self) -> None:
+        import aiohttp
+
+        async def reads(client: Any, url: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+            async with client.post(url, json=body) as response:
+                response.raise_for_status()
+                async for raw in response.content.iter_any():
+                    yield raw
+
+        self.judge(lambda: aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(force_close=True)), reads)
+
+
+if __name__ == '__main__':
+    unittest.main()
