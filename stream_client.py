@@ -1357,8 +1357,9 @@ class Tunnel:
 
     def __init__(self, destination: tuple[str | None, str, int | None], options: Sequence[str], to: str, secret: Secret) -> None:
         user, host, port = destination
-        # ssh takes the first value of an option. LogLevel: below INFO the reason of a failure is not told
-        options = ('BatchMode=yes', 'ControlMaster=no', 'ControlPath=none', 'LogLevel=INFO', *options)
+        # ssh takes the first value of an option. Below INFO the reason of a failure is not told; a local command would write
+        # into the stream
+        options = ('BatchMode=yes', 'ControlMaster=no', 'ControlPath=none', 'LogLevel=INFO', 'PermitLocalCommand=no', *options)
         self._command = ['ssh', '-W', to, *(word for option in options for word in ('-o', option)),
                          *(('-p', str(port)) if port else ()), *(('-l', user) if user else ()), '--', host]
         self._secret = secret
@@ -1374,8 +1375,11 @@ class Tunnel:
         self._unread: socket.socket | None = self._theirs_in.dup()
 
     def start(self) -> None:
-        """Start ssh. Whoever calls this calls ``stop``."""
-        self._thread.start()
+        """Start ssh. Whoever calls this calls ``stop``. Raises StreamFailure."""
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            raise StreamFailure('tunnel_failed', f'no thread for ssh: {exc}') from None
 
     def _carry(self) -> None:
         import subprocess
@@ -2065,6 +2069,8 @@ def _checked_ssh(destination: Any, options: Any) -> tuple[str | None, str, int |
     for option in options:
         if not isinstance(option, str) or not re.fullmatch('[A-Za-z][A-Za-z0-9]{1,63}(=| +)[^\x00-\x1f\x7f]{1,4096}', option):
             raise Refused('ssh_option', 'must be NAME=VALUE, as for ssh -o')
+        if option.lower().startswith('forkafterauthentication'):
+            raise Refused('ssh_option', 'ForkAfterAuthentication would let ssh outlive the run')
     if destination is None:
         if options:
             raise Refused('ssh_option', 'needs --ssh')
@@ -2225,6 +2231,7 @@ class ChatStream:
     def _diagnosed(self, failure: StreamFailure) -> StreamFailure:
         """A connection that ended before the verdict may have ended with its tunnel."""
         if self.tunnel and self.wire and self.wire.ended and not self.chat.done and failure.boundary not in ('status', 'content'):
+            self.marks['end'] = self.clock.now()
             left = self.clock.start + self.clock.deadline - self.clock.now()
             said = self.tunnel.failure(min(0.3, max(0.05, left)))
             if said:
@@ -2239,7 +2246,7 @@ class ChatStream:
         if self._record is None:
             if self.wire:
                 self._book_text(self.wire.read_at)
-            self.marks['end'] = self.clock.now()
+            self.marks.setdefault('end', self.clock.now())
             self._record = build_record(self)
             if self.capture:
                 self.capture.end(self._record)

@@ -973,6 +973,13 @@ class SshTest(InteropTest):
     def test_a_quiet_configuration_does_not_hide_the_reason(self) -> None:
         self.failed(check(self.url, '--ssh-option', 'LogLevel=QUIET', *self.options('stranger')), 'Permission denied (publickey')
 
+    def test_what_may_stand_in_a_configuration(self) -> None:
+        for settings in (('PermitLocalCommand=yes', 'LocalCommand=echo hi'), ('RemoteCommand=ls', 'RequestTTY=force'), ('StdinNull=yes',),
+                         ('SessionType=none',), (f'LocalForward=127.0.0.1:{free_port()} 127.0.0.1:9', 'VisualHostKey=yes'), ('ControlMaster=auto',
+                         f'ControlPath={self.folder}/mux', 'ControlPersist=yes'), ('ForwardAgent=yes', 'Compression=yes')):
+            with self.subTest(settings=settings):
+                self.conclude(self.ask('ok', *(word for s in settings for word in ('--ssh-option', s))), 'passed', text='READY ✓')
+
     def sessions(self) -> list[int]:
         """The processes of sshd that serve a connection, each with its unprivileged half."""
         every = list(processes())

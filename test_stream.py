@@ -1493,7 +1493,7 @@ class TunnelTest(unittest.TestCase):
             self.assertTrue(self.ask(url, 'me@relay:2222', ssh_option=['User=you', 'LogLevel=QUIET', 'BatchMode=no'], token=KEY)['ok'])
         self.assertEqual(json.loads(Path(self.spy).read_text())[1], [
             '-W', url.split('/')[2], '-o', 'BatchMode=yes', '-o', 'ControlMaster=no', '-o', 'ControlPath=none', '-o', 'LogLevel=INFO',
-            '-o', 'User=you', '-o', 'LogLevel=QUIET', '-o', 'BatchMode=no', '-p', '2222', '-l', 'me', '--', 'relay'])
+            '-o', 'PermitLocalCommand=no', '-o', 'User=you', '-o', 'LogLevel=QUIET', '-o', 'BatchMode=no', '-p', '2222', '-l', 'me', '--', 'relay'])
 
     def test_the_child_never_sees_the_key(self) -> None:
         self.env |= {'MODEL_API_KEY': 'x', 'OTHER': f'Bearer {KEY}', 'HARMLESS': 'yes'}
@@ -1573,7 +1573,7 @@ class TunnelTest(unittest.TestCase):
         for options in ({'ssh': '-oProxyCommand=x'}, {'ssh': ''}, {'ssh': 'a b'}, {'ssh': '-l@host'}, {'ssh': 'host:0'}, {'ssh': 'host:99999'},
                         {'ssh': 'host:'}, {'ssh': '::1'}, {'ssh': 'a@b@c'}, {'ssh': 'host\n'}, {'ssh': 7}, {'ssh': 'host', 'ssh_option': 'A=1'},
                         {'ssh': 'host', 'ssh_option': ['A']}, {'ssh': 'host', 'ssh_option': ['-A=1']}, {'ssh': 'host', 'ssh_option': ['A=1\nB=2']},
-                        {'ssh_option': ['A=1']}):
+                        {'ssh': 'host', 'ssh_option': ['forkAfterAuthentication yes']}, {'ssh_option': ['A=1']}):
             with self.subTest(options), unittest.mock.patch.dict(os.environ, self.env), self.assertRaises(Refused):
                 ChatStream('http://127.0.0.1:9/x', 'm', 'p', **options)
         with unittest.mock.patch.dict(os.environ, {'PATH': self.spy}), self.assertRaisesRegex(Refused, 'there is none'):
