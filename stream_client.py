@@ -759,6 +759,9 @@ _VISIBLE = re.compile(
 _SURROGATE = re.compile('[\ud800-\udfff]')
 
 
+NOTHING_ALIKE = ('\r', '\r', sys.maxsize, -1)  # leaves no text between, whatever the data
+
+
 class ChatCompletion:
     """The strict state machine of one streamed chat completion with one text choice. No I/O.
 
@@ -778,6 +781,7 @@ class ChatCompletion:
         self.state = 'open'
         self.failure: StreamFailure | None = None
         self.warnings: dict[str, int] = {}
+        self._warned = 0
         self.seen = 0  # events judged, up to [DONE]
         self.data_events = 0  # of these the ones of type message, with data
         self.content_events = 0
@@ -793,6 +797,7 @@ class ChatCompletion:
         self.model: str | None = None
         self.system_fingerprint: str | None = None
         self.server_error: dict[str, str] | None = None
+        self._like, self._learn_from = NOTHING_ALIKE, 0  # see _learn
         self._pieces: list[str] = []
         self._high = ''  # a high surrogate whose low half the next piece may bring
 
@@ -854,10 +859,22 @@ class ChatCompletion:
             return ''
         self.seen += 1
         try:
-            if type(data) is str and data and data != '[DONE]':
-                self.data_events += 1
+            if type(data) is not str or not data or data == '[DONE]':
+                return self._sentinel_or_ignored(data)
+            self.data_events += 1
+            # The hot path: a chunk that differs from one judged before in nothing but plain text (_learn)
+            before, behind, start, end = self._like
+            if data.startswith(before) and data.endswith(behind):
+                content = data[start:end]
+                if content and content.isprintable() and '"' not in content and '\\' not in content:
+                    return self._text(content)
                 return self._chunk(self._parse(data))
-            return self._sentinel_or_ignored(data)
+            warned = self._warned
+            chunk = self._parse(data)
+            text = self._chunk(chunk)
+            if text and warned == self._warned and self.seen >= self._learn_from:
+                self._learn(data, chunk, text)
+            return text
         except StreamFailure as failure:
             raise self._fail(failure) from None
 
@@ -934,7 +951,30 @@ class ChatCompletion:
             message += f'; {self.events.unknown_fields} lines were no event-stream fields'
         return message
 
+    def _learn(self, data: str, chunk: dict[str, Any], text: str) -> None:
+        """Keep what stands before and behind the text of a chunk that was judged and had nothing but text to say.
+
+        JSON reads a chunk with the same before and behind, and between them characters that stand for themselves in a
+        string, to the same members, its text apart; so it is judged like this one, as long as neither state nor names have
+        changed (``_forget``). That the cut is right is tried here with another text and the strict decoder.
+        """
+        self._learn_from = self.seen + 16  # where every chunk differs otherwise, trying costs little
+        if self.state != 'open' or chunk.get('usage') is not None or len(chunk['choices'][0]['delta']) > 1:
+            return
+        at = data.rfind(f'"{text}"') + 1
+        before, behind = data[:at], data[at + len(text) :]
+        chunk['choices'][0]['delta']['content'] = other = f'{text}, another'
+        try:
+            if at and strict_json(f'{before}{other}{behind}') == chunk:
+                self._like = before, behind, len(before), -len(behind)
+        except StreamFailure:
+            pass
+
+    def _forget(self) -> None:
+        self._like, self._learn_from = NOTHING_ALIKE, 0
+
     def _warn(self, code: str, times: int = 1) -> None:
+        self._warned += times
         self.warnings[code] = self.warnings.get(code, 0) + times
 
     def _fail(self, failure: StreamFailure) -> StreamFailure:
@@ -950,6 +990,7 @@ class ChatCompletion:
             code, message = VIOLATIONS[self.state, step]
             raise StreamFailure(code, message.format(finish=self.secret.quote(self.finish_reason)))
         self.state = target
+        self._forget()
 
     def _parse(self, data: str) -> dict[str, Any]:
         """The chunk in ``data``. The plain C scanner reads it; a count proves that no key can stand twice.
@@ -1038,6 +1079,7 @@ class ChatCompletion:
             self._warn('object_differs')
         if model and model != self.model and isinstance(model, str):
             self.model = model
+            self._forget()
             if self.asked_model is not None and model != self.asked_model:
                 self._warn('model_differs')
         if print_ and self.system_fingerprint is None and isinstance(print_, str):
@@ -1109,6 +1151,7 @@ class ChatCompletion:
         elif self.id is not None and self.id != given:
             self._warn('id_differs')
         self.id = self.text_id = given
+        self._forget()
 
     def _other_id(self, given: Any) -> None:
         if given is None or given == '':

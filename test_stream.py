@@ -732,6 +732,79 @@ def recorded_answers() -> Iterator[tuple[str, bytes]]:
         yield path.stem, path.read_bytes()
 
 
+class Parsing(ChatCompletion):
+    """The state machine without its hot path: every chunk is parsed."""
+
+    def _learn(self, data: str, chunk: dict[str, Any], text: str) -> None:
+        pass
+
+
+class LikeTest(unittest.TestCase):
+    """A chunk judged by its likeness to an earlier one is judged as if it had been parsed."""
+
+    TEXTS = ('a', 'a', 'b c', ' ', '你好', '🙂', 'a\\nb', '\\"', '\\u0041', '\\ud83d', '\\ude42', '\u2028', '\x7f', '\ufeff', '\x01', '\t', '', 'x:y', '{', '\ufffd')
+    TURNS = ('{"id":"1","object":"chat.completion.chunk","model":"m","choices":[{"index":0,"delta":{"content":"%s"},"finish_reason":null}]}',) * 6 + (
+        '{"id":"2","object":"chat.completion.chunk","model":"m","choices":[{"index":0,"delta":{"content":"%s"},"finish_reason":null}]}',
+        '{"id":"1","object":"chat.completion.chunk","model":"n","choices":[{"index":0,"delta":{"content":"%s"}}]}',
+        '{"id":"1","object":"other","model":"m","choices":[{"index":0,"delta":{"content":"%s"}}]}',
+        '{"id":"1","object":"chat.completion.chunk","model":"n","choices":[]}', '{"choices":[{"delta":{"content":"%s"}}]}', '{"choices":[],"usage":{"completion_tokens":2}}',
+        '{"choices":[{"index":0,"delta":{"content":"%s"}}]}', '{"choices":[{"index":0,"delta":{"content":"%s"}}],"usage":{"completion_tokens":1}}',
+        '{"choices":[{"index":0,"delta":{"content":"%s","content":"a"}}]}', '{"choices":[{"index":0,"delta":{"content":"a","content":"%s"}}]}',
+        '{"choices":[{"index":0,"delta":{"content":"a"},"logprobs":{"content":[{"token":"%s"}]}}]}', '{"choices":[{"index":0,"delta":{"content":"%s"},"x":"a"}]}',
+        '{"choices":[{"index":0,"delta":{"content":"%s","reasoning":"r"}}]}', '{"choices":[{"index":0,"delta":{"content":"%s","role":"assistant"}}]}',
+        '{"choices":[{"index":0,"delta":{"content":"%s"},"finish_reason":"stop"}]}', '{"choices":[{"index":0,"delta":{"content":"%s"},"finish_reason":""}]}',
+        '{"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}', '{"choices":[{"index":0,"delta":{"content":"%s"}}]} ', '[DONE]', '"%s"', '\n%s\n',
+        '{"choices":[{"index":0,"delta":{"content":"%s"}}],"error":{"message":"a"}}', '{"choices":[{"index":0,"delta":{"content":"%s"}}')
+
+    def facts(self, kind: type[ChatCompletion], turns: Iterable[str], policy: Policy) -> dict[str, Any]:
+        chat = kind(model='m', max_tokens=9, usage_asked=True, policy=policy, max_answer_chars=60)
+        shown = []
+        with contextlib.suppress(StreamFailure):
+            for data in turns:
+                shown += [chat.take(data)]
+            chat.end()
+        facts = {k: v for k, v in vars(chat).items() if k not in ('events', 'secret', '_like', '_learn_from', 'failure')}
+        return {**facts, 'shown': shown, 'failure': chat.failure and (chat.failure.code, chat.failure.message, chat.failure.event)}
+
+    def alike(self, turns: list[str], policy: Policy = Policy()) -> None:  # noqa: B008  # immutable
+        self.assertEqual(self.facts(ChatCompletion, turns, policy), self.facts(Parsing, turns, policy), turns)
+
+    def test_random_streams(self) -> None:
+        draw = random.Random(20261130)
+        policies = (Policy(), Policy((), ('id_changed', 'missing_index', 'no_done'), ()))
+        for _ in range(6000 if LONG else 1500):
+            usual = draw.choice(self.TURNS)
+            turns = [usual if draw.random() < 0.7 else draw.choice(self.TURNS) for _ in range(draw.randrange(2, 40))]
+            self.alike([t.replace('%s', draw.choice(self.TEXTS)) for t in turns], draw.choice(policies))
+
+    def test_every_pair_of_turns_behind_a_learned_one(self) -> None:
+        for first, second in itertools.product(self.TURNS[5:], repeat=2):
+            for text in ('a', 'b'):
+                again = [turn.replace('%s', t) for turn, t in ((first, text), (second, 'c'), (first, 'b'))]
+                for turns in ([self.TURNS[0] % 'a', self.TURNS[0] % 'b', *again, self.TURNS[0] % 'd'], again):
+                    self.alike(turns, Policy((), ('id_changed', 'missing_index'), ()))
+
+    def test_every_turn_again_with_every_text(self) -> None:
+        for turn, text in itertools.product(self.TURNS, self.TEXTS):
+            self.alike([turn.replace('%s', t) for t in ('a', 'a', text, 'b', text)], Policy((), ('id_changed', 'missing_index'), ()))
+
+    def test_it_is_taken(self) -> None:
+        parsed: list[str] = []
+
+        class Counting(ChatCompletion):
+            def _parse(self, data: str) -> dict[str, Any]:
+                parsed.append(data)
+                return super()._parse(data)
+
+        chat = Counting()
+        for at in range(1000):
+            chat.take(self.TURNS[0] % f'{at} ')
+        self.assertEqual((len(parsed), chat.content_events, chat.data_events), (1, 1000, 1000))
+        for at in range(64):  # where every chunk differs, it is tried once in 16
+            chat.take((self.TURNS[0] % 'x')[:-1] + f',"other":{at}}}')
+        self.assertEqual(len(parsed), 65)
+
+
 class CutTest(unittest.TestCase):
     """Contract: the verdict and the record do not depend on how the bytes were cut; text before a failure is kept."""
 
