@@ -23,11 +23,23 @@ asyncio program can drive ``ChatCompletion`` with what httpx or aiohttp hands it
 
 from __future__ import annotations
 
-if __name__ == '__main__':  # Ctrl-C while the imports below run ends the process without a traceback
+if __name__ == '__main__':
+    # Ctrl-C while the imports below run ends the process without a traceback
     import _signal  # type: ignore[import-not-found]  # the built-in half of signal: at once there
 
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+    # A sixth of the start: what is made by now is no garbage, and http.client would load OpenSSL for plain HTTP too
+    import gc
+    import sys
+
+    gc.disable()
+    if 'ssl' not in sys.modules:
+        sys.modules['ssl'] = None  # type: ignore[assignment]  # so that it is not found there; tls_context imports it
+        import http.client
+
+        del sys.modules['ssl']
 
 import argparse
 import base64
@@ -37,6 +49,7 @@ import errno
 import functools
 import hashlib
 import http.client
+import io
 import itertools
 import json
 import math
@@ -485,6 +498,9 @@ class Body:
 # --- bytes to events (WHATWG HTML, "Parsing an event stream" and "Interpreting an event stream") ------------------------
 
 
+_utf8_decode = codecs.utf_8_decode
+
+
 class Event(str):
     """The data of an event whose type is not ``message``; equals its data, and ``type`` is its event type."""
 
@@ -537,16 +553,23 @@ class Events:
         if self.failure:
             raise self.failure
         out: list[str] = []
-        text, failure = self._decode(raw)
+        try:
+            text, used = _utf8_decode(raw, 'strict', False)
+            whole = used == len(raw) and self._begun and not self._tail
+        except UnicodeDecodeError:
+            whole = False
+        if whole:
+            self._offset += used
+        else:
+            text, self.failure = self._decode(raw)
         try:
             if text:
                 self._lines(text, out)
         except StreamFailure as earlier:
-            failure = earlier
-        self.failure = failure
+            self.failure = earlier
         self.dispatched += len(out)
-        if failure and not out:
-            raise failure
+        if self.failure and not out:
+            raise self.failure
         return out
 
     def finish(self) -> None:
@@ -570,12 +593,13 @@ class Events:
         return '\n'.join(lines) if lines else None
 
     def _decode(self, raw: bytes) -> tuple[str, StreamFailure | None]:
+        """The same where a character was or is cut, one is wrong, or the first may be a BOM."""
         data = self._tail + raw if self._tail else raw
         failure: StreamFailure | None = None
         try:
-            text, used = codecs.utf_8_decode(data, 'strict', False)
+            text, used = _utf8_decode(data, 'strict', False)
         except UnicodeDecodeError as exc:
-            text, used = codecs.utf_8_decode(data[: exc.start], 'strict', True)
+            text, used = _utf8_decode(data[: exc.start], 'strict', True)
             failure = NotUtf8(data[exc.start : exc.start + 1], self._offset + exc.start, 'invalid start or continuation byte')
         self._tail = data[used:]
         self._offset += used
@@ -590,19 +614,19 @@ class Events:
             self._after_cr = False
             if not text:
                 return
-        self._after_cr = text[-1] == '\r'
+        self._after_cr = False
         if '\r' in text:
+            self._after_cr = text[-1] == '\r'
             text = text.replace('\r\n', '\n').replace('\r', '\n')
+        if '\n' not in text:
+            self._open_line(text)
+            return
         lines = text.split('\n')
         if self._line:
-            self._line.append(lines[0])
-            self._line_chars += len(lines[0])
-            if self._line_chars > self.max_line_chars:
-                raise self._too_long('line', self.max_line_chars)
-            if len(lines) == 1:
-                return
+            self._open_line(lines[0])
             lines[0] = ''.join(self._line)
             self._line.clear()
+            self._line_chars = 0
         rest = lines.pop()
         # The hot path, once per line and bound to locals: a data line, then the blank line that dispatches it.
         max_line, max_event, buffer = self.max_line_chars, self.max_event_chars, self._data
@@ -625,10 +649,13 @@ class Events:
             else:
                 self._field(line, self.dispatched + len(out))
         if rest:
-            self._line.append(rest)
-            self._line_chars = len(rest)
-            if len(rest) > max_line:
-                raise self._too_long('line', max_line)
+            self._open_line(rest)
+
+    def _open_line(self, piece: str) -> None:
+        self._line.append(piece)
+        self._line_chars += len(piece)
+        if self._line_chars > self.max_line_chars:
+            raise self._too_long('line', self.max_line_chars)
 
     def _field(self, line: str, dispatched: int) -> None:
         name, _, value = line.partition(':')
@@ -798,7 +825,7 @@ class ChatCompletion:
         self.system_fingerprint: str | None = None
         self.server_error: dict[str, str] | None = None
         self._like, self._learn_from = NOTHING_ALIKE, 0  # see _learn
-        self._pieces: list[str] = []
+        self._answer = io.StringIO()
         self._high = ''  # a high surrogate whose low half the next piece may bring
 
     @property
@@ -809,7 +836,7 @@ class ChatCompletion:
     @property
     def text(self) -> str:
         """The answer so far; a surrogate half left alone stands as U+FFFD."""
-        return _SURROGATE.sub('\ufffd', ''.join(self._pieces) + self._high)
+        return _SURROGATE.sub('\ufffd', self._answer.getvalue() + self._high)
 
     def feed(self, raw: bytes) -> Iterator[str]:
         """Judge the events that ``raw`` (body bytes) completes; yields each new piece of text. Raises StreamFailure.
@@ -896,7 +923,7 @@ class ChatCompletion:
         if self.failure:
             raise self.failure
         if self._high:
-            self._pieces.append(self._high)
+            self._answer.write(self._high)
             self._high = ''
         try:
             if not self.done:
@@ -919,7 +946,7 @@ class ChatCompletion:
         if not self.visible:
             raise StreamFailure('no_visible_text', f'no visible character in {self.answer_chars} characters of text, '
                                 f'{self.reasoning_chars} of reasoning')
-        text = ''.join(self._pieces)
+        text = self._answer.getvalue()
         if _SURROGATE.search(text):
             raise StreamFailure('unpaired_surrogate', 'half a surrogate pair stands alone in the text')
         if '\ufffd' in text:
@@ -1176,7 +1203,7 @@ class ChatCompletion:
                 content = content.encode('utf-16-le', 'surrogatepass').decode('utf-16-le', 'surrogatepass')
                 if '\ud800' <= content[-1] <= '\udbff':
                     content, self._high = content[:-1], content[-1]
-        self._pieces.append(content)
+        self._answer.write(content)
         if not self.visible:
             self.visible = _VISIBLE.search(content) is not None
         return content
@@ -1326,6 +1353,8 @@ def parse_url(url: str) -> Target:
 
 def resolve(host: str, port: int, clock: Clock) -> list[Any]:
     """The addresses of a host as getaddrinfo gives them, in a thread that is abandoned when a clock runs out."""
+    if loopback(host):  # nothing to look up
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     answer: list[Any] = []
     over = threading.Event()
 
@@ -1525,6 +1554,10 @@ class Wire:
         self.tunnel = link if isinstance(link, Tunnel) else None
         self.sock, self.out = (link.sock, link.out) if isinstance(link, Tunnel) else (link, link)
         self.clock, self.secret = clock, secret
+        for end in (self.sock, self.out):
+            end.setblocking(False)
+        self._readable = select.poll()
+        self._readable.register(self.sock, select.POLLIN)
         self.read_at = clock.now()
         self.ended = False  # the connection itself ended, well or badly
         self.truncated = False  # TLS ended without close_notify
@@ -1641,7 +1674,6 @@ class Wire:
     def _alert(self) -> None:
         try:
             if self._out and self._out.pending:
-                self.out.setblocking(False)
                 self.out.send(self._out.read())
         except OSError:
             pass
@@ -1682,12 +1714,11 @@ class Wire:
 
     def _receive(self) -> bytes:
         while True:
-            self.sock.settimeout(self.clock.remaining())
-            try:
+            if not self._readable.poll(math.ceil(self.clock.remaining() * 1000)):
+                continue
+            try:  # only now, since recv makes its buffer before it waits
                 raw = self.sock.recv(READ_BYTES)
-            except TimeoutError as exc:
-                if exc.errno is not None:  # ETIMEDOUT: the kernel gave the connection up
-                    raise
+            except BlockingIOError:
                 continue
             except OSError:
                 self.ended = True
@@ -1705,8 +1736,6 @@ class Wire:
         for fd, events in wanted.items():
             poller.register(fd, events)
         view = memoryview(data)
-        self.sock.setblocking(False)
-        self.out.setblocking(False)
         while view:
             ready = dict(poller.poll(math.ceil(self.clock.remaining() * 1000)))
             if not ready:
@@ -1829,12 +1858,16 @@ def tls_context(ca_file: str | None) -> ssl.SSLContext:
 # --- evidence -----------------------------------------------------------------------------------------------------------
 
 
-def to_json(record: Mapping[str, Any], one_line: bool = False) -> str:
-    """A record as JSON, one top-level key a line or all on one, with nothing in it that could steer a terminal."""
-    members = [f'{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}' for k, v in record.items()]
-    text = '{' + ', '.join(members) + '}' if one_line else '{\n ' + ',\n '.join(members) + '\n}'
-    return re.sub('[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]',
-                  lambda m: f'\\u{ord(m[0]):04x}', text) + '\n'
+_STEERING = re.compile('[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]')
+
+
+def to_json(record: Mapping[str, Any], one_line: bool = False) -> bytes:
+    """A record as JSON in UTF-8, one top-level key a line or all on one, with nothing in it that could steer a terminal."""
+    members = []
+    for name, value in record.items():  # each by itself, since one character beyond ASCII widens all those of its string
+        text = f'{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}'
+        members.append(_STEERING.sub(lambda m: f'\\u{ord(m[0]):04x}', text).encode())
+    return b'{' + b', '.join(members) + b'}\n' if one_line else b'{\n ' + b',\n '.join(members) + b'\n}\n'
 
 
 class Evidence:
@@ -1843,7 +1876,7 @@ class Evidence:
     At any moment the name is absent or holds valid JSON. Raises Refused from the constructor; ``finish`` raises OSError.
     """
 
-    def __init__(self, path: str, provisional: str) -> None:
+    def __init__(self, path: str, provisional: bytes) -> None:
         self.path = path
         self.directory = os.path.dirname(path) or '.'
         try:
@@ -1854,12 +1887,12 @@ class Evidence:
             reason = getattr(exc, 'strerror', None) or exc
             raise Refused('output', f'{escaped(path)} cannot be created: {reason}') from None
 
-    def _reserve(self, text: str) -> int:
+    def _reserve(self, data: bytes) -> int:
         if os.path.lexists(self.path):
             raise FileExistsError
         if not os.path.basename(self.path):
             raise IsADirectoryError(errno.EISDIR, 'names a directory')
-        temporary, fd = self._temporary(text)
+        temporary, fd = self._temporary(data)
         try:
             os.link(temporary, self.path, follow_symlinks=False)
         except FileExistsError:
@@ -1869,7 +1902,7 @@ class Evidence:
             os.close(fd)
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                self._write(fd, text)
+                self._write(fd, data)
             except BaseException:
                 os.close(fd)
                 os.unlink(self.path)
@@ -1879,9 +1912,9 @@ class Evidence:
         self._sync_directory()
         return fd
 
-    def finish(self, text: str) -> None:
+    def finish(self, data: bytes) -> None:
         """Put the final record in place. Raises OSError if the name is gone or no longer ours, or writing fails."""
-        temporary, fd = self._temporary(text)
+        temporary, fd = self._temporary(data)
         try:
             os.close(fd)
             ours, there = os.fstat(self._fd), os.lstat(self.path)
@@ -1895,19 +1928,19 @@ class Evidence:
             os.close(self._fd)
         self._sync_directory()
 
-    def _temporary(self, text: str) -> tuple[str, int]:
+    def _temporary(self, data: bytes) -> tuple[str, int]:
         path = os.path.join(self.directory, f'.stream-{os.urandom(8).hex()}.tmp')
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            self._write(fd, text)
+            self._write(fd, data)
         except BaseException:
             os.close(fd)
             os.unlink(path)
             raise
         return path, fd
 
-    def _write(self, fd: int, text: str) -> None:
-        left = memoryview(text.encode())
+    def _write(self, fd: int, data: bytes) -> None:
+        left = memoryview(data)
         while left:
             left = left[os.write(fd, left) :]
         os.fsync(fd)
@@ -1945,7 +1978,7 @@ class Capture:
     def line(self, value: Mapping[str, Any]) -> None:
         """Write one line."""
         try:
-            left = memoryview(to_json(value, one_line=True).encode())
+            left = memoryview(to_json(value, one_line=True))
             while left and not self.broken:
                 left = left[os.write(self._fd, left) :]
         except OSError:
@@ -2643,6 +2676,7 @@ def _buffered(chat: ChatCompletion, content_reads: int, ms: Mapping[str, float])
     return content_reads * 10 <= chat.content_events and late and span >= 1000
 
 
+@functools.cache
 def client_facts() -> dict[str, Any]:
     """Version and SHA-256 of this file, the Python and the platform it runs on."""
     try:
@@ -2717,9 +2751,9 @@ class Signals:
         self.armed = False
 
 
-def put(output: Any, text: str, patience: float = 0.5) -> bool:
+def put(output: Any, text: str | bytes, patience: float = 0.5) -> bool:
     """Write text to a stream, waiting for room no longer than ``patience`` seconds in all; False if it was not all taken."""
-    return not _written(output, text.encode('utf-8', 'backslashreplace'), patience)
+    return not _written(output, text.encode('utf-8', 'backslashreplace') if isinstance(text, str) else text, patience)
 
 
 def _written(output: Any, data: bytes, patience: float) -> bytes:
@@ -3057,6 +3091,10 @@ def _report(record: dict[str, Any], evidence: Evidence | None, output: str, view
 
 def entry() -> NoReturn:
     """The command as a program: the record is in place, so a signal while Python ends changes nothing any more."""
+    import gc
+
+    gc.freeze()
+    gc.enable()
     status = main()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -763,8 +763,8 @@ class LikeTest(unittest.TestCase):
             for data in turns:
                 shown += [chat.take(data)]
             chat.end()
-        facts = {k: v for k, v in vars(chat).items() if k not in ('events', 'secret', '_like', '_learn_from', 'failure')}
-        return {**facts, 'shown': shown, 'failure': chat.failure and (chat.failure.code, chat.failure.message, chat.failure.event)}
+        facts = {k: v for k, v in vars(chat).items() if k not in ('events', 'secret', '_like', '_learn_from', '_answer', 'failure')}
+        return {**facts, 'shown': shown, 'text': chat.text, 'failure': chat.failure and (chat.failure.code, chat.failure.message, chat.failure.event)}
 
     def alike(self, turns: list[str], policy: Policy = Policy()) -> None:  # noqa: B008  # immutable
         self.assertEqual(self.facts(ChatCompletion, turns, policy), self.facts(Parsing, turns, policy), turns)
