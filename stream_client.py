@@ -1353,10 +1353,11 @@ def parse_url(url: str) -> Target:
 
 def resolve(host: str, port: int, clock: Clock) -> list[Any]:
     """The addresses of a host as getaddrinfo gives them, in a thread that is abandoned when a clock runs out."""
-    if loopback(host):  # nothing to look up
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     answer: list[Any] = []
     over = threading.Event()
+
+    if loopback(host):  # nothing to ask anyone
+        return [(socket.AF_INET6 if ':' in host else socket.AF_INET, socket.SOCK_STREAM, 0, '', (host, port))]
 
     def look_up() -> None:
         try:
@@ -1438,6 +1439,7 @@ class Tunnel:
         self._said: collections.deque[str] = collections.deque(maxlen=64)
         self._child: subprocess.Popen[bytes] | None = None
         self._started = threading.Event()
+        self._stopped = False
         self._thread = threading.Thread(target=self._carry, name='ssh', daemon=True)
         self.opened_at: float | None = None
         # Two pairs, since ssh closes only its output when the far side has no more to send
@@ -1469,6 +1471,8 @@ class Tunnel:
             return
         finally:
             self._started.set()
+        if self._stopped:  # it took long to start
+            self._kill(signal.SIGKILL)
         with child:
             for line in iter(lambda: child.stderr.readline(1000) if child.stderr else b'', b''):
                 said = line.decode('utf-8', 'replace').strip()
@@ -1492,6 +1496,8 @@ class Tunnel:
             opened = bool(self.sock.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
             opened = True
+        except OSError:
+            opened = False
         if opened:
             self.opened_at = clock.now()
         self._unread.close()  # from here on the child alone holds that end
@@ -1509,18 +1515,25 @@ class Tunnel:
 
     def stop(self) -> None:
         """End the child and those it started: a moment for SIGTERM, then SIGKILL."""
-        if self._thread.ident is not None:
-            self._started.wait(1)
-        for end in (self._theirs_in, self._theirs_out, self._unread):
-            if end:
-                end.close()
+        self._stopped = True
+        if self._unread:
+            self._unread.close()
+        if self._thread.ident is None:
+            self._theirs_in.close()
+            self._theirs_out.close()
+            return
+        self._started.wait(1)
         for number, patience in ((signal.SIGTERM, 0.05), (signal.SIGKILL, 0.2)):
-            if self._child and self._thread.is_alive():
-                try:
-                    os.killpg(self._child.pid, number)
-                except OSError:
-                    pass
+            if self._thread.is_alive():
+                self._kill(number)
                 self._thread.join(patience)
+
+    def _kill(self, number: int) -> None:
+        try:
+            if self._child:
+                os.killpg(self._child.pid, number)
+        except OSError:  # it has ended
+            pass
 
 
 def _presented(tls: ssl.SSLObject, code: str) -> str:
@@ -1644,7 +1657,7 @@ class Wire:
         import ssl
 
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
-        raw = b''
+        begun = b''  # the first bytes of the answer, however they were cut
         try:
             tls = context.wrap_bio(self._in, self._out, server_hostname=name)
             while True:
@@ -1654,6 +1667,7 @@ class Wire:
                 except ssl.SSLWantReadError:
                     self._send(self._out.read())
                     raw = self._receive()
+                    begun += raw[: 5 - len(begun)]
                     if not raw:
                         raise StreamFailure('tls_failed', 'connection closed in the TLS handshake') from None
                     self._in.write(raw)
@@ -1667,7 +1681,7 @@ class Wire:
         except (OSError, UnicodeError, _SendStopped) as exc:  # SSLError is an OSError; a name may be no IDNA
             self._alert()
             reason = getattr(exc, 'reason', None) or getattr(exc, 'strerror', None) or str(exc)
-            plain = '; that port speaks plain HTTP' if raw.startswith(b'HTTP/') else ''
+            plain = '; that port speaks plain HTTP' if begun == b'HTTP/' else ''
             raise StreamFailure('tls_failed', f'TLS handshake failed: {escaped(str(reason))}{plain}') from None
         self.tls = tls
 
