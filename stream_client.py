@@ -92,6 +92,7 @@ MAX_FINISH_CHARS = 64  # a finish_reason; the longest in use has 28
 MAX_QUOTE_CHARS = 300  # server text quoted in a message
 MAX_CLOCK_S = 86_400.0  # upper bound of both clocks: one day
 MAX_TOKENS = 32_768
+MAX_LEARNED_CHARS = 4_096  # a chunk that later ones are compared with; the search in it may cost its square
 READ_BYTES = 65_536
 ERROR_BODY_S = 0.5  # how long the excerpt of an error body may take
 DRAIN_S = 0.25  # how long to look for the end of the body after [DONE]
@@ -886,6 +887,8 @@ class ChatCompletion:
             return ''
         self.seen += 1
         try:
+            if type(data) is not str:
+                data = data if isinstance(data, Event) and data.type != 'message' else str(data)
             if type(data) is not str or not data or data == '[DONE]':
                 return self._sentinel_or_ignored(data)
             self.data_events += 1
@@ -899,7 +902,7 @@ class ChatCompletion:
             warned = self._warned
             chunk = self._parse(data)
             text = self._chunk(chunk)
-            if text and warned == self._warned and self.seen >= self._learn_from:
+            if text and warned == self._warned and self.seen >= self._learn_from and len(data) <= MAX_LEARNED_CHARS:
                 self._learn(data, chunk, text)
             return text
         except StreamFailure as failure:

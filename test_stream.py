@@ -50,6 +50,7 @@ from stream_client import (
     ChatCompletion,
     ChatStream,
     Clock,
+    Event,
     Events,
     Framing,
     Policy,
@@ -787,6 +788,19 @@ class LikeTest(unittest.TestCase):
     def test_every_turn_again_with_every_text(self) -> None:
         for turn, text in itertools.product(self.TURNS, self.TEXTS):
             self.alike([turn.replace('%s', t) for t in ('a', 'a', text, 'b', text)], Policy((), ('id_changed', 'missing_index'), ()))
+
+    def test_only_a_short_chunk_is_learned(self) -> None:  # one of a MiB took seconds to search
+        for text, learned in (('z', True), ('z' * 4096, False), ('z' + '"\\\\' * 4000, False)):
+            chat = ChatCompletion()
+            chat.take(json.dumps({'choices': [{'index': 0, 'delta': {'content': text}}]}))
+            self.assertEqual(chat._like != stream_client.NOTHING_ALIKE, learned)
+
+    def test_an_event_of_type_message_is_a_chunk(self) -> None:
+        chat = ChatCompletion()
+        self.assertEqual(chat.take(Event(self.TURNS[0] % 'a', 'message')), 'a')
+        with self.assertRaises(StreamFailure) as caught:
+            chat.take(Event('{"error":{"message":"boom"}}', 'message'))
+        self.assertEqual(caught.exception.code, 'server_error')
 
     def test_it_is_taken(self) -> None:
         parsed: list[str] = []
@@ -2832,7 +2846,8 @@ class ReadmeTest(Directory):
         flags = {o for a in actions for o in a.option_strings if o.startswith('--')} - {'--help'}
         mentioned = set(re.findall(r'(?<![\w-])--[a-z][a-z-]+', self.text))
         self.assertEqual(flags - mentioned, set())
-        fixtures = set(re.findall(r'--[a-z][a-z-]+', run('--help', program=FIXTURE).stdout))
+        fixtures = {flag for program in (FIXTURE, str(ROOT / 'bench_stream.py'))
+                    for flag in re.findall(r'--[a-z][a-z-]+', run('--help', program=program).stdout)}
         others = {'--fail', '--max-time', '--json', '--sse-keep-alive-interval', '--group'}  # curl's, vLLM's and pip's
         self.assertEqual(mentioned - flags - fixtures - others, set())
 
