@@ -93,6 +93,7 @@ MAX_QUOTE_CHARS = 300  # server text quoted in a message
 MAX_CLOCK_S = 86_400.0  # upper bound of both clocks: one day
 MAX_TOKENS = 32_768
 MAX_LEARNED_CHARS = 4_096  # a chunk that later ones are compared with; the search in it may cost its square
+MAX_SAID_BYTES = 16_384  # the end of what ssh says on stderr
 READ_BYTES = 65_536
 ERROR_BODY_S = 0.5  # how long the excerpt of an error body may take
 DRAIN_S = 0.25  # how long to look for the end of the body after [DONE]
@@ -1424,6 +1425,16 @@ def _peer(address: tuple[Any, ...]) -> str:
     return f'[{address[0]}]:{address[1]}' if ':' in str(address[0]) else f'{address[0]}:{address[1]}'
 
 
+SSH_FIXED = {  # ssh takes the first value of an option
+    'batchmode': 'yes',
+    'controlmaster': 'no',
+    'controlpath': 'none',
+    'loglevel': 'INFO',  # below it the reason of a failure is not told
+    'permitlocalcommand': 'no',  # it would write into the stream
+}
+SSH_UNASKED = ('DISPLAY', 'WAYLAND_DISPLAY', 'SSH_ASKPASS')  # the ssh to a jump host has no BatchMode of ours
+
+
 class Tunnel:
     """``ssh -W`` as a child process: its standard streams are the connection to the far side, and no local port is opened.
 
@@ -1433,15 +1444,13 @@ class Tunnel:
 
     def __init__(self, destination: tuple[str | None, str, int | None], options: Sequence[str], to: str, secret: Secret) -> None:
         user, host, port = destination
-        # ssh takes the first value of an option. Below INFO the reason of a failure is not told; a local command would write
-        # into the stream
-        options = ('BatchMode=yes', 'ControlMaster=no', 'ControlPath=none', 'LogLevel=INFO', 'PermitLocalCommand=no', *options)
-        self._command = ['ssh', '-W', to, *(word for option in options for word in ('-o', option)),
-                         *(('-p', str(port)) if port else ()), *(('-l', user) if user else ()), '--', host]
+        options = (*(f'{name}={value}' for name, value in SSH_FIXED.items()), *options)
+        self._command = ['ssh', '-W', to, *(('-p', str(port)) if port else ()), *(('-l', user) if user else ()),
+                         *(word for option in options for word in ('-o', option)), '--', host]
         self._secret = secret
-        self._said: collections.deque[str] = collections.deque(maxlen=64)
+        self._said = bytearray()
         self._child: subprocess.Popen[bytes] | None = None
-        self._started = threading.Event()
+        self._started, self._over = threading.Event(), threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._carry, name='ssh', daemon=True)
         self.opened_at: float | None = None
@@ -1462,25 +1471,25 @@ class Tunnel:
         import subprocess
 
         key = self._secret.key
-        environment = {k: v for k, v in os.environ.items()
-                       if k != KEY_VARIABLE and not (key and (v == key or (len(key) >= 8 and key in v)))}
+        environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, *SSH_UNASKED)
+                       and not (key and (v == key or (len(key) >= 8 and key in v)))}
         try:
             with self._theirs_in, self._theirs_out:
                 child = self._child = subprocess.Popen(  # noqa: S603  # every word was checked
                     self._command, stdin=self._theirs_in.fileno(), stdout=self._theirs_out.fileno(), stderr=subprocess.PIPE,
-                    env=environment, start_new_session=True)
+                    env={**environment, 'SSH_ASKPASS_REQUIRE': 'never'}, start_new_session=True)
+            self._started.set()
+            if self._stopped:  # it took long to start
+                self._kill(signal.SIGKILL)
+            with child:
+                while piece := os.read(child.stderr.fileno(), 4096) if child.stderr else b'':
+                    self._said += piece
+                    del self._said[:-MAX_SAID_BYTES]
         except OSError as exc:
-            self._said.append(f'ssh did not start: {exc.strerror}')
-            return
+            self._said += f'ssh did not start: {exc.strerror}'.encode()
         finally:
             self._started.set()
-        if self._stopped:  # it took long to start
-            self._kill(signal.SIGKILL)
-        with child:
-            for line in iter(lambda: child.stderr.readline(1000) if child.stderr else b'', b''):
-                said = line.decode('utf-8', 'replace').strip()
-                if said and not said.startswith(('@@', '**', 'Warning: Permanently added')):
-                    self._said.append(said)
+            self._over.set()
 
     def await_open(self, clock: Clock) -> None:
         """After the first bytes were sent: return once ssh took them, as it does when the channel is open, or once it ended.
@@ -1493,28 +1502,38 @@ class Tunnel:
         clock.enter('tunnel', 'opening the SSH tunnel')
         poller = select.poll()
         poller.register(self.sock, select.POLLIN)
-        try:
-            while not poller.poll(min(5, math.ceil(clock.remaining() * 1000))):
-                self._unread.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            opened = bool(self.sock.recv(1, socket.MSG_PEEK))
-        except BlockingIOError:
-            opened = True
-        except OSError:
-            opened = False
-        if opened:
+        while not self._taken() and not poller.poll(min(5, math.ceil(clock.remaining() * 1000))):
+            pass
+        if self._taken():
             self.opened_at = clock.now()
         self._unread.close()  # from here on the child alone holds that end
         self._unread = None
         clock.enter(*before)
 
+    def _taken(self) -> bool:
+        try:
+            return bool(self._unread and not self._unread.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    @property
+    def dead(self) -> bool:
+        """Whether ssh has ended, other than by the far side's wish."""
+        return bool(self._child and self._child.poll())
+
     def failure(self, patience: float) -> str | None:
         """Why the tunnel broke, in ssh's last words; None where it did not. ssh has ``patience`` seconds to end."""
-        self._thread.join(patience)
+        self._over.wait(patience)
         status = self._child.poll() if self._child else 255
-        if not status:  # it still runs, or the far side closed everything
+        if not status and self.opened_at:  # it still runs, or the far side closed everything
             return None
-        how = f'ssh was ended by signal {-status}' if status < 0 else f'ssh ended with status {status}'
-        return self._secret.quote('; '.join(list(self._said)[-2:])) or f'{how} and said nothing'
+        whole = bytes(self._said).partition(b'\n')[2] if len(self._said) == MAX_SAID_BYTES else bytes(self._said)
+        lines = [line.strip() for line in self._secret.mask(whole.decode('utf-8', 'replace')).splitlines()]
+        told = [line for line in lines if line and not line.startswith(('@@', '**', 'Warning: Permanently added'))]
+        how = 'it closed the connection' if status is None else f'signal {-status}' if status < 0 else f'status {status}'
+        return self._secret.quote('; '.join(told[-4:]), 2 * MAX_QUOTE_CHARS) or f'ssh ended and said nothing: {how}'
 
     def stop(self) -> None:
         """End the child and those it started: a moment for SIGTERM, then SIGKILL."""
@@ -1526,17 +1545,23 @@ class Tunnel:
             self._theirs_out.close()
             return
         self._started.wait(1)
-        for number, patience in ((signal.SIGTERM, 0.05), (signal.SIGKILL, 0.2)):
-            if self._thread.is_alive():
-                self._kill(number)
-                self._thread.join(patience)
+        self._kill(signal.SIGTERM)
+        until = time.monotonic() + 0.05
+        while self._kill(0):
+            if time.monotonic() > until:
+                self._kill(signal.SIGKILL)
+                self._over.wait(0.2)
+                return
+            time.sleep(0.002)
 
-    def _kill(self, number: int) -> None:
+    def _kill(self, number: int) -> bool:
+        """Signal the child's group; whether there is one."""
         try:
             if self._child:
                 os.killpg(self._child.pid, number)
-        except OSError:  # it has ended
-            pass
+            return self._child is not None
+        except OSError:
+            return False
 
 
 def _presented(tls: ssl.SSLObject, code: str) -> str:
@@ -2162,8 +2187,8 @@ def _checked_ssh(destination: Any, options: Any) -> tuple[str | None, str, int |
     for option in options:
         if not isinstance(option, str) or not re.fullmatch('[A-Za-z][A-Za-z0-9]{1,63}(=| +)[^\x00-\x1f\x7f]{1,4096}', option):
             raise Refused('ssh_option', 'must be NAME=VALUE, as for ssh -o')
-        if option.lower().startswith('forkafterauthentication'):
-            raise Refused('ssh_option', 'ForkAfterAuthentication would let ssh outlive the run')
+        if re.split('[= ]', option)[0].lower() in (*SSH_FIXED, 'forkafterauthentication'):
+            raise Refused('ssh_option', f'may not set {", ".join(SSH_FIXED)} or forkafterauthentication')
     if destination is None:
         if options:
             raise Refused('ssh_option', 'needs --ssh')
@@ -2273,6 +2298,7 @@ class ChatStream:
         self.synthetic = False
         self._stopped: str | None = None  # why the request was not sent whole
         self.capture: Capture | None = None  # set by whoever wants one, before the run
+        self._left: str | None = None  # why another thread closed this run
         self._record: dict[str, Any] | None = None
         self._texts = self._run()
 
@@ -2292,6 +2318,7 @@ class ChatStream:
         try:
             self._texts.close()
         except ValueError:  # another thread is in it: it will find the connection closed
+            self._left = why
             if self.wire:
                 self.wire.shut()
             return
@@ -2310,11 +2337,12 @@ class ChatStream:
             yield from self._exchange()
             self.failure = None
         except StreamFailure as failure:
-            self.failure = self._diagnosed(failure)
+            self.failure = self._diagnosed(failure) if self._left is None else StreamFailure('interrupted', self._left)
         except GeneratorExit:
             raise
         except Exception as exc:  # noqa: BLE001  # a fault of ours, or of memory: recorded, with nothing that could hold the key
-            self.failure = StreamFailure('internal', f'{type(exc).__name__} in the client')
+            self.failure = (StreamFailure('internal', f'{type(exc).__name__} in the client') if self._left is None
+                            else StreamFailure('interrupted', self._left))
         except BaseException as exc:
             self.failure = StreamFailure('interrupted', str(exc) or type(exc).__name__)
             raise
@@ -2323,7 +2351,8 @@ class ChatStream:
 
     def _diagnosed(self, failure: StreamFailure) -> StreamFailure:
         """A connection that ended before the verdict may have ended with its tunnel."""
-        if self.tunnel and self.wire and self.wire.ended and not self.chat.done and failure.boundary not in ('status', 'content'):
+        ended = self.wire is not None and self.wire.ended and not self.chat.done and failure.boundary not in ('status', 'content')
+        if self.tunnel and (ended or (FAILURES[failure.code].boundary == REACHED and self.tunnel.dead)):
             self.marks['end'] = self.clock.now()
             left = self.clock.start + self.clock.deadline - self.clock.now()
             said = self.tunnel.failure(min(0.3, max(0.05, left)))
@@ -2977,6 +3006,8 @@ def _key(args: argparse.Namespace) -> str | None:
 
 def _run_of(args: argparse.Namespace, url: str) -> ChatStream:
     options: dict[str, Any] = {k: v for k, v in vars(args).items() if k in DEFAULTS and v is not None}
+    if args.fixture is not None and args.ssh is not None:
+        raise Refused('ssh', 'and --fixture exclude each other')
     prompt = args.prompt
     if args.prompt_file is not None:
         prompt = checked_text('prompt_file', _contents('prompt_file', args.prompt_file))

@@ -902,6 +902,14 @@ class SshTest(InteropTest):
                     'GlobalKnownHostsFile=/dev/null', 'StrictHostKeyChecking=yes')
         return ['--ssh', f'127.0.0.1:{port or self.port}', *(word for s in settings for word in ('--ssh-option', s))]
 
+    def configured(self, *settings: str) -> dict[str, str]:
+        """An environment in which ssh has a configuration of these lines."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        Path(folder, 'config').write_text(''.join(f'{line}\n' for line in settings))
+        Path(folder, 'ssh').write_text(f'#!/bin/sh\nexec {program("ssh")} -F {folder}/config "$@"\n')
+        Path(folder, 'ssh').chmod(0o755)
+        return {'PATH': f'{folder}:{os.environ["PATH"]}'}
+
     def ask(self, mode: str, *args: object, url: str | None = None, **kwargs: Any) -> Checked:
         return check(url or self.url, *self.options(), *args, model=f'mode:{mode}', **kwargs)
 
@@ -949,8 +957,15 @@ class SshTest(InteropTest):
     def test_a_login_never_asks(self) -> None:
         _, port = self.sshd_at('yes', password='yes')
         Path(self.folder, 'known2').write_text(f'[127.0.0.1]:{port} {Path(self.folder, "host.pub").read_text()}')
-        self.failed(check(self.url, *self.options('stranger', 'known2', port), '--ssh-option', 'BatchMode=no', '--ssh-option',
-                          'PreferredAuthentications=password'), 'Permission denied')
+        asked = Path(self.folder, 'asked')
+        Path(self.folder, 'askpass').write_text(f'#!/bin/sh\ntouch {asked}\n')
+        Path(self.folder, 'askpass').chmod(0o755)
+        env = {**self.configured('BatchMode no'), 'DISPLAY': ':9', 'SSH_ASKPASS': f'{self.folder}/askpass', 'SSH_ASKPASS_REQUIRE': 'force'}
+        self.failed(check(self.url, *self.options('stranger', 'known2', port), '--ssh-option', 'PreferredAuthentications=password', env=env),
+                    'Permission denied')
+        jump = ('--ssh-option', f'ProxyJump=127.0.0.1:{port}')  # whose host key is unknown to the ssh that goes there
+        self.failed(check(self.url, *self.options(), *jump, env=env), 'Host key verification failed')
+        self.assertFalse(asked.exists())
 
     def test_an_unknown_host_key(self) -> None:
         self.failed(check(self.url, *self.options(known='nothing')), 'Host key verification failed.')
@@ -971,14 +986,14 @@ class SshTest(InteropTest):
         self.failed(check(self.url, *self.options(port=free_port())), 'Connection refused')
 
     def test_a_quiet_configuration_does_not_hide_the_reason(self) -> None:
-        self.failed(check(self.url, '--ssh-option', 'LogLevel=QUIET', *self.options('stranger')), 'Permission denied (publickey')
+        self.failed(check(self.url, *self.options('stranger'), env=self.configured('LogLevel QUIET')), 'Permission denied (publickey')
 
     def test_what_may_stand_in_a_configuration(self) -> None:
-        for settings in (('PermitLocalCommand=yes', 'LocalCommand=echo hi'), ('RemoteCommand=ls', 'RequestTTY=force'), ('StdinNull=yes',),
-                         ('SessionType=none',), (f'LocalForward=127.0.0.1:{free_port()} 127.0.0.1:9', 'VisualHostKey=yes'), ('ControlMaster=auto',
-                         f'ControlPath={self.folder}/mux', 'ControlPersist=yes'), ('ForwardAgent=yes', 'Compression=yes')):
+        for settings in (('PermitLocalCommand yes', 'LocalCommand echo hi'), ('RemoteCommand ls', 'RequestTTY force'), ('StdinNull yes',),
+                         ('SessionType none',), (f'LocalForward 127.0.0.1:{free_port()} 127.0.0.1:9', 'VisualHostKey yes'), ('ControlMaster auto',
+                         f'ControlPath {self.folder}/mux', 'ControlPersist yes'), ('ForwardAgent yes', 'Compression yes')):
             with self.subTest(settings=settings):
-                self.conclude(self.ask('ok', *(word for s in settings for word in ('--ssh-option', s))), 'passed', text='READY ✓')
+                self.conclude(self.ask('ok', env=self.configured(*settings)), 'passed', text='READY ✓')
 
     def sessions(self) -> list[int]:
         """The processes of sshd that serve a connection, each with its unprivileged half."""
@@ -1002,7 +1017,7 @@ class SshTest(InteropTest):
             if process.parent == running.process.pid:
                 os.kill(process.pid, signal.SIGKILL)
         record = self.conclude(running.finish(), 'tunnel_failed', text='READY ✓')
-        self.assertIn('ssh was ended by signal 9', record['error'])
+        self.assertIn('ssh ended and said nothing: signal 9', record['error'])
 
     def test_clocks_cover_the_tunnel(self) -> None:
         for flag, outcome in (('--idle', 'idle_timeout'), ('--deadline', 'deadline')):

@@ -1497,6 +1497,19 @@ if host == 'denied':
     end('Warning: Permanently added', '@@@@', 'first', 'second', '', 'Permission denied (publickey).\x1b[2J')
 if host == 'mute':
     os._exit(255)
+if host == 'early':
+    os._exit(0)
+if host == 'telling':  # the key, across what one read takes
+    key = bytes.fromhex(os.environ['TELL'])
+    os.write(2, b'x\n' * 2040 + b' ' * 10 + key + b'\n')
+    time.sleep(0.1)
+    os.write(2, b' ' * 900 + key + b'\n')
+    os._exit(255)
+if host == 'signalling':  # at the moment it is told to end, and then it does not end
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGTERM))
+if host == 'leaving':
+    subprocess.Popen(['sh', '-c', 'trap "" TERM; exec 0<&- 1>&- 2>&-; sleep 60'])
+    os._exit(255)
 if host == 'stubborn':
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen(['sleep', '60'])
@@ -1577,10 +1590,10 @@ class TunnelTest(unittest.TestCase):
 
     def test_the_command(self) -> None:
         with fixture() as url:
-            self.assertTrue(self.ask(url, 'me@relay:2222', ssh_option=['User=you', 'LogLevel=QUIET', 'BatchMode=no'], token=KEY)['ok'])
+            self.assertTrue(self.ask(url, 'me@relay:2222', ssh_option=['User=you', 'Port 22'], token=KEY)['ok'])
         self.assertEqual(json.loads(Path(self.spy).read_text())[1], [
-            '-W', url.split('/')[2], '-o', 'BatchMode=yes', '-o', 'ControlMaster=no', '-o', 'ControlPath=none', '-o', 'LogLevel=INFO',
-            '-o', 'PermitLocalCommand=no', '-o', 'User=you', '-o', 'LogLevel=QUIET', '-o', 'BatchMode=no', '-p', '2222', '-l', 'me', '--', 'relay'])
+            '-W', url.split('/')[2], '-p', '2222', '-l', 'me', '-o', 'batchmode=yes', '-o', 'controlmaster=no', '-o', 'controlpath=none',
+            '-o', 'loglevel=INFO', '-o', 'permitlocalcommand=no', '-o', 'User=you', '-o', 'Port 22', '--', 'relay'])
 
     def test_the_child_never_sees_the_key(self) -> None:
         self.env |= {'MODEL_API_KEY': 'x', 'OTHER': f'Bearer {KEY}', 'HARMLESS': 'yes'}
@@ -1592,12 +1605,22 @@ class TunnelTest(unittest.TestCase):
         self.assertEqual(seen['HARMLESS'], 'yes')
 
     def test_a_child_that_fails_is_quoted(self) -> None:
-        for destination, error in (('denied', 'second; Permission denied (publickey).\\x1b[2J; 0 bytes of the answer had arrived'),
-                                   ('mute', 'ssh ended with status 255 and said nothing; 0 bytes of the answer had arrived')):
+        for destination, error in (('denied', 'first; second; Permission denied (publickey).\\x1b[2J; 0 bytes of the answer had arrived'),
+                                   ('mute', 'ssh ended and said nothing: status 255; 0 bytes of the answer had arrived'),
+                                   ('early', 'ssh ended and said nothing: status 0; 0 bytes of the answer had arrived')):
             with fixture() as url:
                 record = self.ask(url, destination)
             self.assertEqual((record['outcome'], record['error'], record['marks_ms']['connected']), ('tunnel_failed', error, None))
             self.assertEqual(record['failure']['boundary'], 'tunnel')
+
+    def test_the_key_is_masked_in_what_ssh_says_however_it_is_read(self) -> None:
+        for key in (KEY, 'KEY' + 'k3Y' * 400):
+            self.env['TELL'] = key.encode().hex()
+            with fixture() as url:
+                record = self.ask(url, 'telling', token=key)
+            self.assertEqual(record['outcome'], 'tunnel_failed')
+            self.assertNotIn(key[:9], json.dumps(record))
+            self.assertIn('[key]', record['error'])
 
     def test_a_tunnel_cut_in_mid_stream_keeps_the_text(self) -> None:
         with fixture('steady-text') as url:
@@ -1635,6 +1658,22 @@ class TunnelTest(unittest.TestCase):
             self.assertIn('while opening the SSH tunnel', record['error'])
             self.ended()
 
+    def test_what_a_dead_child_has_left_is_ended_too(self) -> None:
+        with fixture() as url:
+            self.assertEqual(self.ask(url, 'leaving')['outcome'], 'tunnel_failed')
+        self.ended()
+
+    def test_another_thread_may_close_it(self) -> None:
+        for destination in ('relay', 'stubborn'):
+            with fixture('stall-after-text') as url, unittest.mock.patch.dict(os.environ, self.env):
+                answer = ChatStream(url, 'm', 'p', ssh=destination)
+                timer = threading.Timer(0.7, answer.close)
+                timer.start()
+                list(answer)
+                timer.join()
+            self.assertEqual(answer.record['outcome'], 'interrupted', answer.record['error'])
+            self.ended()
+
     def test_leaving_early_ends_it(self) -> None:
         with fixture('steady-text') as url, unittest.mock.patch.dict(os.environ, self.env), ChatStream(url, 'm', 'p', ssh='relay') as answer:
             next(iter(answer))
@@ -1642,7 +1681,7 @@ class TunnelTest(unittest.TestCase):
         self.ended()
 
     def test_a_signal_ends_it(self) -> None:
-        for destination in ('relay', 'stubborn'):
+        for destination in ('relay', 'stubborn', 'signalling'):
             with fixture('stall-after-text') as url:
                 process = subprocess.Popen([sys.executable, CLIENT, '--url', url, '--model', 'm', '--output', '-', '--ssh', destination],
                                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(**self.env))
@@ -1660,7 +1699,7 @@ class TunnelTest(unittest.TestCase):
         for options in ({'ssh': '-oProxyCommand=x'}, {'ssh': ''}, {'ssh': 'a b'}, {'ssh': '-l@host'}, {'ssh': 'host:0'}, {'ssh': 'host:99999'},
                         {'ssh': 'host:'}, {'ssh': '::1'}, {'ssh': 'a@b@c'}, {'ssh': 'host\n'}, {'ssh': 7}, {'ssh': 'host', 'ssh_option': 'A=1'},
                         {'ssh': 'host', 'ssh_option': ['A']}, {'ssh': 'host', 'ssh_option': ['-A=1']}, {'ssh': 'host', 'ssh_option': ['A=1\nB=2']},
-                        {'ssh': 'host', 'ssh_option': ['forkAfterAuthentication yes']}, {'ssh_option': ['A=1']}):
+                        {'ssh': 'host', 'ssh_option': ['forkAfterAuthentication yes']}, {'ssh': 'host', 'ssh_option': ['LogLevel=QUIET']}, {'ssh_option': ['A=1']}):
             with self.subTest(options), unittest.mock.patch.dict(os.environ, self.env), self.assertRaises(Refused):
                 ChatStream('http://127.0.0.1:9/x', 'm', 'p', **options)
         with unittest.mock.patch.dict(os.environ, {'PATH': self.spy}), self.assertRaisesRegex(Refused, 'there is none'):
