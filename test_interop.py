@@ -488,10 +488,16 @@ class VllmTest(ModelServerTest):
         self.assertEqual(len({checked.record['request']['run_id'] for checked in ran}), 16)
 
     def test_when_the_engine_is_killed(self) -> None:
-        running, started = self.last_run()
+        # Most often told at once by an error event; seldom the server is long to find out, with or without keep-alive comments
+        running, started = self.last_run('--idle', 25, '--stall', 20)
         started.kill(signal.SIGKILL, 'VLLM::EngineCore')
-        record = self.conclude(running.finish(), 'server_error', done=False)
-        self.assertEqual((record['response']['server_error']['code'], bool(record['text'])), ('500', True), record['response'])
+        checked = running.finish()
+        record = self.conclude(checked, checked.record['outcome'], done=False)
+        self.assertIn(record['outcome'], ('server_error', 'stall_timeout', 'idle_timeout'))
+        if record['outcome'] == 'server_error':
+            self.assertEqual(record['response']['server_error']['code'], '500', record['response'])
+        self.assertTrue(record['text'])
+        VERSIONS['seen: vLLM, its engine killed'] = record['outcome']
 
     def test_when_the_api_server_is_killed(self) -> None:
         running, started = self.last_run()
@@ -503,16 +509,17 @@ class VllmTest(ModelServerTest):
     def test_when_it_is_told_to_stop(self) -> None:
         # It gives its engine no time. Whether the engine can still say abort, is found dead, or is waited for with keep-alive
         # comments and without end, is a race; each is a failure of its own name
-        running, started = self.last_run('--stall', 5)
+        running, started = self.last_run('--idle', 25, '--stall', 10)
         started.kill(signal.SIGTERM)
         checked = running.finish()
         record = self.conclude(checked, checked.record['outcome'])
-        self.assertIn(record['outcome'], ('finish_not_accepted', 'server_error', 'stall_timeout'))
+        self.assertIn(record['outcome'], ('finish_not_accepted', 'server_error', 'stall_timeout', 'idle_timeout'))
+        VERSIONS['seen: vLLM, told to stop'] = f'{record["outcome"]} {record["finish_reason"] or ""}'
         if record['outcome'] == 'finish_not_accepted':
-            self.assertEqual((record['finish_reason'], record['done']), ('abort', True))
+            self.assertEqual((record['finish_reason'] in ('abort', 'length'), record['done']), (True, True))
         elif record['outcome'] == 'server_error':
             self.assertEqual(record['response']['server_error']['code'], '500')
-        else:
+        elif record['outcome'] == 'stall_timeout':
             self.assertGreater(record['delivery']['comments'], 2)
         self.assertTrue(record['text'])
 
@@ -621,6 +628,7 @@ class LlamaTest(ModelServerTest):
         self.assertIn(record['outcome'], ('body_cut', 'stall_timeout'))
         self.assertGreaterEqual(record['delivery']['comments'], 1)
         self.assertTrue(record['text'])
+        VERSIONS['seen: llama-server, told to stop with keep-alive'] = record['outcome']
 
 
 @needs(transformers=(VLLM / 'transformers').exists(), model=MODEL.exists())
