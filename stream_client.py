@@ -1357,11 +1357,10 @@ def parse_url(url: str) -> Target:
 
 def resolve(host: str, port: int, clock: Clock) -> list[Any]:
     """The addresses of a host as getaddrinfo gives them, in a thread that is abandoned when a clock runs out."""
-    answer: list[Any] = []
-    over = threading.Event()
-
     if loopback(host):  # nothing to ask anyone
         return [(socket.AF_INET6 if ':' in host else socket.AF_INET, socket.SOCK_STREAM, 0, '', (host, port))]
+    answer: list[Any] = []
+    over = threading.Event()
 
     def look_up() -> None:
         try:
@@ -2337,12 +2336,11 @@ class ChatStream:
             yield from self._exchange()
             self.failure = None
         except StreamFailure as failure:
-            self.failure = self._diagnosed(failure) if self._left is None else StreamFailure('interrupted', self._left)
+            self.failure = self._diagnosed(failure)
         except GeneratorExit:
             raise
         except Exception as exc:  # noqa: BLE001  # a fault of ours, or of memory: recorded, with nothing that could hold the key
-            self.failure = (StreamFailure('internal', f'{type(exc).__name__} in the client') if self._left is None
-                            else StreamFailure('interrupted', self._left))
+            self.failure = self._diagnosed(StreamFailure('internal', f'{type(exc).__name__} in the client'))
         except BaseException as exc:
             self.failure = StreamFailure('interrupted', str(exc) or type(exc).__name__)
             raise
@@ -2350,8 +2348,11 @@ class ChatStream:
             self._end()
 
     def _diagnosed(self, failure: StreamFailure) -> StreamFailure:
-        """A connection that ended before the verdict may have ended with its tunnel."""
-        ended = self.wire is not None and self.wire.ended and not self.chat.done and failure.boundary not in ('status', 'content')
+        """What another thread closed was interrupted; a connection that ended before the verdict may have ended with its tunnel."""
+        if self._left is not None:
+            return StreamFailure('interrupted', self._left)
+        untouched = failure.boundary in ('status', 'content', 'client')
+        ended = self.wire is not None and self.wire.ended and not self.chat.done and not untouched
         if self.tunnel and (ended or (FAILURES[failure.code].boundary == REACHED and self.tunnel.dead)):
             self.marks['end'] = self.clock.now()
             left = self.clock.start + self.clock.deadline - self.clock.now()

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import fixture_server
 from stream_client import FAILURES, ChatCompletion, StreamFailure, stream
+from test_stream import Raw, read_request, sending
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -47,7 +48,6 @@ FIXTURE = str(ROOT / 'fixture_server.py')
 SERVERS = Path(os.environ.get('STREAM_SERVERS', 'no such directory'))
 VLLM, LLAMA, MODEL = SERVERS / 'vllm' / 'bin', SERVERS / 'llama-server', SERVERS / 'model'
 KEY = 'interop-key-0123456789'
-READY = 'Reply with exactly the word READY.'
 MARK = f'STREAM_INTEROP_MARK={os.getpid()}'  # in the environment of every client that is started here
 VERSIONS: dict[str, str] = {}
 
@@ -95,26 +95,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def answers(port: int, path: str = '/health') -> bool:
-    """Whether an HTTP server there answers 200."""
+def fetched(port: int, path: str) -> tuple[int, bytes]:
+    """Status and body that a server gives for GET."""
     connection = http.client.HTTPConnection('127.0.0.1', port, timeout=5)
     try:
         connection.request('GET', path, headers={'Authorization': f'Bearer {KEY}'})
-        return connection.getresponse().status == 200
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def answers(port: int, path: str = '/health') -> bool:
+    """Whether an HTTP server there answers 200."""
+    try:
+        return fetched(port, path)[0] == 200
     except (OSError, http.client.HTTPException):
         return False
-    finally:
-        connection.close()
-
-
-def fetched(port: int, path: str) -> Any:
-    """The JSON that a server gives for GET."""
-    connection = http.client.HTTPConnection('127.0.0.1', port, timeout=10)
-    try:
-        connection.request('GET', path, headers={'Authorization': f'Bearer {KEY}'})
-        return json.loads(connection.getresponse().read())
-    finally:
-        connection.close()
 
 
 def eventually(seen: Callable[[], Any], seconds: float, what: str) -> Any:
@@ -224,14 +221,15 @@ class Running:
 
     unfinished: ClassVar[list[Running]] = []
 
-    def __init__(self, url: str, *args: object, model: str = 'tiny', key: str = KEY, program: Sequence[str] = (sys.executable, CLIENT),
+    def __init__(self, url: str, *args: object, model: str = 'tiny', key: str = KEY, capture: bool = False,
                  env: dict[str, str] | None = None) -> None:
         self.key = key
         self.folder = tempfile.TemporaryDirectory()
         self.said = Path(self.folder.name, 'stderr')
         name, _, value = MARK.partition('=')
         environment = {k: v for k, v in os.environ.items() if k not in ('NO_COLOR', 'SSLKEYLOGFILE')}
-        words = [*program, '--url', url, '--model', model, '--output', f'{self.folder.name}/record', '--show-text', *map(str, args)]
+        words = [sys.executable, CLIENT, '--url', url, '--model', model, '--output', f'{self.folder.name}/record', '--show-text',
+                 *(('--capture', f'{self.folder.name}/capture') if capture else ()), *map(str, args)]
         with self.said.open('wb') as stderr:
             self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
                                             env={**environment, 'MODEL_API_KEY': key, name: value, **(env or {})})
@@ -369,7 +367,7 @@ class VllmTest(ModelServerTest):
             cls.start()
         for started, port in cls.waiting:
             started.until(lambda port=port: answers(port), 300, 'vLLM is ready')  # type: ignore[misc]  # bound now
-        VERSIONS['vLLM'] = fetched(cls.waiting[0][1], '/version')['version'] + ' (GET /version)'
+        VERSIONS['vLLM'] = json.loads(fetched(cls.waiting[0][1], '/version')[1])['version'] + ' (GET /version)'
 
     @classmethod
     def server(cls) -> tuple[Program, int]:
@@ -400,12 +398,8 @@ class VllmTest(ModelServerTest):
         self.assertIn('interop-1', self.server()[0].log())
 
     def test_a_length_and_text_in_the_finish_chunk(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            running = Running(self.url, '--prompt', 'Colours, many times.', '--max-tokens', 6, '--capture', f'{folder}/capture', *self.direct)
-            checked = running.finish()
-            kept = Path(folder, 'capture').read_text()
+        checked = self.ask('--prompt', 'Colours, many times.', '--max-tokens', 6, *self.direct, capture=True)
         self.conclude(checked, 'finish_not_accepted', text='red 0 blue 0 green', finish_reason='length', done=True, completion_tokens=6)
-        checked.record['capture'] = kept
         last = [c['choices'][0] for c in checked.chunks if c['choices']][-1]
         self.assertEqual((last['finish_reason'], bool(last['delta'].get('content'))), ('length', True), last)
         self.conclude(self.ask('--prompt', 'Colours, many times.', '--max-tokens', 6, '--accept-finish', 'length', *self.direct), 'passed')
@@ -875,8 +869,6 @@ class SshTest(InteropTest):
         shutil.copy(f'{cls.folder}/user.pub', f'{cls.folder}/authorized')
         Path('/run/sshd').mkdir(exist_ok=True) if os.getuid() == 0 else None  # where Debian's sshd separates privileges
         cls.sshd, cls.port = cls.sshd_at('yes')
-        host_key = Path(cls.folder, 'host.pub').read_text()
-        Path(cls.folder, 'known').write_text(f'[127.0.0.1]:{cls.port} {host_key}')
         fixture, cls.fixture_port = fixture_program()
         served_by_class(cls, fixture)
         cls.url = url_of(cls.fixture_port)
@@ -894,6 +886,8 @@ class SshTest(InteropTest):
         port = free_port()
         config = Path(cls.folder, f'sshd_config.{port}')
         config.write_text(SSHD.format(port=port, folder=cls.folder, forward=forward, password=password))
+        for key in ('host', 'stranger'):  # whichever is to be taken for the host's
+            Path(cls.folder, f'known.{port}.{key}').write_text(f'[127.0.0.1]:{port} {Path(cls.folder, f"{key}.pub").read_text()}')
         started = served_by_class(cls, Program(program('sshd'), '-D', '-e', '-f', config))
 
         def listens() -> bool:
@@ -908,10 +902,12 @@ class SshTest(InteropTest):
         super().tearDown()
         eventually(lambda: not marked(), 5, f'no process of a client is left: {marked()}')
 
-    def options(self, identity: str = 'user', known: str = 'known', port: int | None = None) -> list[str]:
-        settings = (f'IdentityFile={self.folder}/{identity}', 'IdentitiesOnly=yes', f'UserKnownHostsFile={self.folder}/{known}',
+    def options(self, identity: str = 'user', known: str | None = 'host', port: int | None = None) -> list[str]:
+        """To reach this sshd with one of the keys, of which ``known`` is taken for the host's."""
+        port = port or self.port
+        settings = (f'IdentityFile={self.folder}/{identity}', 'IdentitiesOnly=yes', f'UserKnownHostsFile={self.folder}/known.{port}.{known}',
                     'GlobalKnownHostsFile=/dev/null', 'StrictHostKeyChecking=yes')
-        return ['--ssh', f'127.0.0.1:{port or self.port}', *(word for s in settings for word in ('--ssh-option', s))]
+        return ['--ssh', f'127.0.0.1:{port}', *(word for s in settings for word in ('--ssh-option', s))]
 
     def configured(self, *settings: str) -> dict[str, str]:
         """An environment in which ssh has a configuration of these lines."""
@@ -967,28 +963,25 @@ class SshTest(InteropTest):
 
     def test_a_login_never_asks(self) -> None:
         _, port = self.sshd_at('yes', password='yes')
-        Path(self.folder, 'known2').write_text(f'[127.0.0.1]:{port} {Path(self.folder, "host.pub").read_text()}')
         asked = Path(self.folder, 'asked')
         Path(self.folder, 'askpass').write_text(f'#!/bin/sh\ntouch {asked}\n')
         Path(self.folder, 'askpass').chmod(0o755)
         env = {**self.configured('BatchMode no'), 'DISPLAY': ':9', 'SSH_ASKPASS': f'{self.folder}/askpass', 'SSH_ASKPASS_REQUIRE': 'force'}
-        self.failed(check(self.url, *self.options('stranger', 'known2', port), '--ssh-option', 'PreferredAuthentications=password', env=env),
+        self.failed(check(self.url, *self.options('stranger', port=port), '--ssh-option', 'PreferredAuthentications=password', env=env),
                     'Permission denied')
         jump = ('--ssh-option', f'ProxyJump=127.0.0.1:{port}')  # whose host key is unknown to the ssh that goes there
         self.failed(check(self.url, *self.options(), *jump, env=env), 'Host key verification failed')
         self.assertFalse(asked.exists())
 
     def test_an_unknown_host_key(self) -> None:
-        self.failed(check(self.url, *self.options(known='nothing')), 'Host key verification failed.')
+        self.failed(check(self.url, *self.options(known=None)), 'Host key verification failed.')
 
     def test_a_host_key_that_changed(self) -> None:
-        Path(self.folder, 'changed').write_text(f'[127.0.0.1]:{self.port} {Path(self.folder, "stranger.pub").read_text()}')
-        self.failed(check(self.url, *self.options(known='changed')), 'Host key verification failed.')
+        self.failed(check(self.url, *self.options(known='stranger')), 'Host key verification failed.')
 
     def test_a_refused_forward(self) -> None:
         _, port = self.sshd_at('no')
-        Path(self.folder, 'known3').write_text(f'[127.0.0.1]:{port} {Path(self.folder, "host.pub").read_text()}')
-        self.failed(check(self.url, *self.options(known='known3', port=port)), 'administratively prohibited')
+        self.failed(check(self.url, *self.options(port=port)), 'administratively prohibited')
 
     def test_nothing_listens_on_the_far_side(self) -> None:
         self.failed(check(url_of(free_port()), *self.options()), 'connect failed: Connection refused')
@@ -1088,46 +1081,17 @@ class SshTest(InteropTest):
 # --- TLS ----------------------------------------------------------------------------------------------------------------
 
 
-class TlsServer:
-    """A server, of TLS with a context, that answers every request with ``pieces``, and closes without close_notify."""
+def abrupt(context: ssl.SSLContext, pieces: Sequence[bytes]) -> Callable[[socket.socket], None]:
+    """A script for Raw: over TLS it answers a request with these, and closes without close_notify."""
 
-    def __init__(self, context: ssl.SSLContext | None, pieces: Sequence[bytes]) -> None:
-        self.context, self.pieces = context, pieces
-        self.socket = socket.create_server(('127.0.0.1', 0))
-        self.port = self.socket.getsockname()[1]
-
-    def __enter__(self) -> TlsServer:
-        threading.Thread(target=self._serve, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection = self.socket.accept()[0]
-                with contextlib.suppress(OSError), connection:
-                    self._answer(connection)
-
-    def _answer(self, connection: socket.socket) -> None:
-        connection.settimeout(10)
-        if not self.context:
-            connection.recv(65536)
-            connection.sendall(b''.join(self.pieces))
-            return
-        tls = self.context.wrap_socket(connection, server_side=True)
-        seen = b''
-        while not (b'\r\n\r\n' in seen and seen.endswith(b'}')):
-            seen += tls.recv(65536) or self._gone()
-        for piece in self.pieces:
+    def script(connection: socket.socket) -> None:
+        tls = context.wrap_socket(connection, server_side=True)
+        read_request(tls)
+        for piece in pieces:
             tls.sendall(piece)
-        os.close(tls.detach())  # without close_notify
+        os.close(tls.detach())
 
-    @staticmethod
-    def _gone() -> bytes:
-        raise OSError('the client left')
+    return script
 
 
 @needs(trustme=package('trustme'), openssl=program('openssl') is not None)
@@ -1235,7 +1199,7 @@ class TlsTest(InteropTest):
         self.assertRegex(record['error'], r'(?i)protocol.version|unsupported.protocol')
 
     def test_plain_http_on_an_https_port_and_the_reverse(self) -> None:
-        with TlsServer(None, [b'HTTP/1.1 400 Bad Request\r\n\r\n']) as server:
+        with Raw(sending(b'HTTP/1.1 400 Bad Request\r\n\r\n'), read=False) as server:
             record = self.conclude(self.asked(server.port), 'tls_failed')
             self.assertIn('that port speaks plain HTTP', record['error'])
         port = free_port()
@@ -1246,7 +1210,7 @@ class TlsTest(InteropTest):
         self.assertIn('or that port speaks TLS', record['failure']['hint'])
         alert = b'\x15\x03\x01\x00\x02\x02\x0a'  # what other TLS stacks send
         for at in range(1, len(alert)):
-            with TlsServer(None, [alert[:at], alert[at:]]) as server:
+            with Raw(sending(alert[:at], alert[at:])) as server:
                 record = self.conclude(check(url_of(server.port), model='mode:ok'), 'head_malformed')
                 self.assertIn('that port speaks TLS, use https', record['error'])
 
@@ -1262,7 +1226,7 @@ class TlsTest(InteropTest):
                 sent = [b'%x\r\n%s\r\n' % (len(e), e) if chunked else e for e in events[:count]]
                 first = head + (b'Transfer-Encoding: chunked\r\n\r\n' if chunked else b'\r\n')
                 expected = 'passed' if count == len(events) else 'body_cut'
-                with self.subTest(chunked=chunked, count=count), TlsServer(context, [first, *sent]) as server:
+                with self.subTest(chunked=chunked, count=count), Raw(abrupt(context, [first, *sent]), read=False) as server:
                     record = self.conclude(self.asked(server.port), expected, text='a' if count > 1 else '')
                     if expected == 'passed':
                         self.assertEqual([w['code'] for w in record['warnings']], ['unclean_end'])
