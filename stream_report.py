@@ -118,9 +118,9 @@ def invalid(value: Any, schema: Mapping[str, Any], path: str = '') -> str | None
         kinds = [kinds] if isinstance(kinds, str) else kinds
         if not any(type(value) in _TYPES[kind] for kind in kinds):
             return f'{named}{_brief(value)} is no {" or ".join(kinds)}'
-    if 'const' in schema and value != schema['const']:
+    if 'const' in schema and not _same(value, schema['const']):
         return f'{named}{_brief(value)} is not {_brief(schema["const"])}'
-    if 'enum' in schema and value not in schema['enum']:
+    if 'enum' in schema and not any(_same(value, one) for one in schema['enum']):
         return f'{named}{_brief(value)} is none of {", ".join(map(_brief, schema["enum"])) or "those allowed"}'
     found = None
     if isinstance(value, str):
@@ -136,6 +136,10 @@ def invalid(value: Any, schema: Mapping[str, Any], path: str = '') -> str | None
     if not found and 'if' in schema:
         found = invalid(value, schema['else' if invalid(value, schema['if'], path) else 'then'], path)
     return found
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)  # 1 and true are two things in JSON
 
 
 def _invalid_members(value: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> str | None:
@@ -400,7 +404,7 @@ READING = 'Times in ms: median and 95th percentile (nearest rank) of the runs th
 def figure_rows(part: Part) -> list[tuple[str, dict[str, Any]]]:
     """The figures of each label, and those of all of them where there are several."""
     rows = [(named(label), figures(runs)) for label, runs in part.labels.items()]
-    return [*rows, ('all', figures(part.runs))] if len(rows) > 1 else rows
+    return [*rows, ('all labels', figures(part.runs))] if len(rows) > 1 else rows
 
 
 def _cells(found: Mapping[str, Any]) -> tuple[str, ...]:
@@ -488,7 +492,7 @@ def compare_report(found: Mapping[str, Any]) -> Iterator[str]:
                       ('longest_gap_ms', 'longest gap between reads'), ('events_per_read', 'content events a read')):
         for which in ('median', 'p95'):
             one, other = a[key][which], b[key][which]
-            ratio = '-' if not one or other is None else f'x{other / one:.2f}'
+            ratio = '-' if not one or other is None else f'x{other / one:.3g}'
             rows.append((f'{name}, {which}', ms(one), ms(other), ratio))
     rows.append(('buffered on the way', str(a['buffered']), str(b['buffered']), ''))
     yield f'runs {TITLES[found["origin"]]}'
@@ -505,9 +509,10 @@ def compare_report(found: Mapping[str, Any]) -> Iterator[str]:
 # --- for CI -------------------------------------------------------------------------------------------------------------
 
 
-def junit(runs: Sequence[Run], skipped: Sequence[str]) -> bytes:
-    """JUnit XML: a suite an origin and label, a case a run. A failure is a verdict on an answer, an error a run that could not be made
-    (NOT_RUN), and what was no record stands as skipped.
+def junit(runs: Sequence[Run], skipped: Sequence[str]) -> Iterator[str]:
+    """Pieces of JUnit XML: a suite an origin and label, a case a run.
+
+    A failure is a verdict on an answer, an error a run that came to none (NOT_RUN); what was no record stands as skipped.
     """
     root = ET.Element('testsuites', name='stream-client')
     for part in parts(runs):
@@ -522,7 +527,8 @@ def junit(runs: Sequence[Run], skipped: Sequence[str]) -> bytes:
             cases.append(case)
         _suite(root, 'no records', cases)
     ET.indent(root)
-    return b'<?xml version="1.0" encoding="utf-8"?>\n' + str(ET.tostring(root, encoding='unicode')).encode() + b'\n'
+    yield '<?xml version="1.0" encoding="utf-8"?>\n'
+    yield f'{ET.tostring(root, encoding="unicode")}\n'
 
 
 def _suite(root: ET.Element, name: str, cases: Sequence[ET.Element]) -> None:
@@ -615,8 +621,8 @@ def make_parser() -> argparse.ArgumentParser:
                         help='a record, a file with a record a line, a directory of either, or - for lines on stdin')
     parser.add_argument('--json', action='store_true', help='print the figures, or the comparison, as JSON')
     parser.add_argument('--compare', nargs=2, metavar=('A', 'B'), help='print two labels side by side')
-    parser.add_argument('--html', metavar='FILE', help='write one self-contained page')
-    parser.add_argument('--junit', metavar='FILE', help='write JUnit XML, a test case a run')
+    parser.add_argument('--html', metavar='FILE', help='write one self-contained page; - is stdout')
+    parser.add_argument('--junit', metavar='FILE', help='write JUnit XML, a test case a run; - is stdout')
     parser.add_argument('--summary', action='store_true',
                         help=f'append Markdown to the file that {SUMMARY_VARIABLE} names, or print it; print an annotation a failed run')
     parser.add_argument('--force', action='store_true', help='replace FILE where it exists')
@@ -648,11 +654,11 @@ def _refuse_existing(path: str, force: bool, read: set[tuple[int, int]]) -> None
             raise Refused(f'{shown(path)}: is {"a record that is read here" if stat.S_ISREG(there.st_mode) else "no regular file"}')
 
 
-def _write(path: str, pieces: Iterable[bytes], force: bool) -> None:
+def _write(path: str, pieces: Iterable[str], force: bool) -> None:
     """Write a file whole or not at all: under another name first, which then takes its place."""
     temporary = os.path.join(os.path.dirname(path), f'.stream-{os.urandom(8).hex()}.tmp')
     try:
-        with open(temporary, 'xb') as file:
+        with open(temporary, 'x', encoding='utf-8') as file:
             file.writelines(pieces)
         if force:
             os.replace(temporary, path)
@@ -690,8 +696,11 @@ def _outputs(args: argparse.Namespace, runs: Sequence[Run], skipped: Sequence[st
         yield from text_report(runs)
     if args.summary:
         yield from _summarise(runs, skipped)
-    if args.junit:
-        _write(args.junit, [junit(runs, skipped)], args.force)
+    for path, pieces in ((args.junit, junit), (args.html, junit)):
+        if path == '-':
+            yield ''.join(pieces(runs, skipped)).rstrip('\n')
+        elif path is not None:
+            _write(path, pieces(runs, skipped), args.force)
 
 
 def report(argv: Sequence[str] | None) -> Iterator[str]:
@@ -702,7 +711,7 @@ def report(argv: Sequence[str] | None) -> Iterator[str]:
         return
     if not args.paths:
         raise Refused('no PATH: name records, directories, or - for lines on standard input')
-    targets = [path for path in (args.html, args.junit) if path is not None]
+    targets = [path for path in (args.html, args.junit) if path not in (None, '-')]
     reader = Reader(args.html is not None, _progress())
     for path in targets:
         _refuse_existing(path, args.force, set())

@@ -38,11 +38,13 @@ import time
 import unittest
 import unittest.mock
 import warnings
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import fixture_server
 import stream_client
+import stream_report
 from stream_client import (
     FAILURES,
     WARNINGS,
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent
 CLIENT = str(ROOT / 'stream_client.py')
 FIXTURE = str(ROOT / 'fixture_server.py')
+REPORT = str(ROOT / 'stream_report.py')
 CAPTURES = ROOT / '.ci' / 'captures'
 KEY = 'sk-not/a"real\\key-0123456789'
 # For runs that coverage cannot measure: of a file that will be gone, or under a limit that would cut its data.
@@ -2843,6 +2846,335 @@ class FixtureTest(Directory):
         for bad in ({'mode': 'x'}, {'port': 65536}, {'delay': 99}, {'fragment': 0}):
             with self.assertRaises(ValueError):
                 fixture_server.server(**{'port': 0, **bad})  # type: ignore[arg-type]  # that is the point
+
+
+# --- reports ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def a_record(mode: str) -> str:
+    """The record of one run against the fixture, as JSON."""
+    with fixture(mode) as url:
+        return json.dumps(stream(url, 'tiny', 'Say READY.', idle=2, deadline=5))
+
+
+def like(mode: str = 'ok', **changes: Any) -> dict[str, Any]:
+    """Such a record with members changed; ``head`` is the mark of that name."""
+    record: dict[str, Any] = json.loads(a_record(mode))
+    if 'head' in changes:
+        record['marks_ms']['head'] = changes.pop('head')
+    return record | changes
+
+
+class ReportTest(Directory):
+    """``stream_report.py``; test_interop.py has the programs that read what it writes."""
+
+    HOSTILE = '</script><img src=x onerror=alert(1)>|`a`|*b*|@user|<!--|&amp;|\x1b[2J\n::error::x\r\n%0A\u202e\ufffe]]>'
+
+    def report(self, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        return run(*args, program=REPORT, cwd=self.here, **kwargs)
+
+    def put(self, *records: dict[str, Any], to: str = 'records') -> None:
+        """Each record in a file of its own."""
+        (self.here / to).mkdir(exist_ok=True)
+        for record in records:
+            at = len(list((self.here / to).iterdir()))
+            (self.here / to / f'{at:03}.json').write_bytes(stream_client.to_json(record))
+
+    def refused(self, line: str, *args: str) -> None:
+        """These arguments are refused with this line, and nothing changes."""
+        before = {path: path.read_bytes() for path in self.here.rglob('*') if path.is_file()}
+        done = self.report(*args)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (2, '', f'stream_report.py: {line}\n'))
+        self.assertEqual({path: path.read_bytes() for path in self.here.rglob('*') if path.is_file()}, before)
+
+    def test_figures(self) -> None:
+        # The rows of 81 of 263 and 15 of 148 are method 3 in table I of Newcombe 1998 (Statistics in Medicine 17:857)
+        for passed, runs, low, high in [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611), (1, 29, 0.0061, 0.1718), (29, 29, 0.8830, 1)]:
+            found = stream_report.wilson(passed, runs)
+            self.assertEqual((round(found[0], 4), round(found[1], 4)), (low, high))
+        numbers: list[tuple[list[float], float, float | None]] = [([], 0.5, None), ([7], 0.95, 7), (list(range(20, 0, -1)), 0.95, 19), ([3, 1, 2], 0.5, 2)]
+        for values, q, expected in numbers:
+            self.assertEqual(stream_report.quantile(values, q), expected)
+        self.assertEqual(stream_report.spread([None, 4, 1, None, 2, 3]), {'n': 4, 'median': 2.5, 'p95': 4})
+        self.assertEqual(stream_report.spread([None]), {'n': 0, 'median': None, 'p95': None})
+
+    def test_the_tables(self) -> None:
+        self.put(
+            like('broken', label='direct', synthetic=False, started_at='2026-11-30T10:00:09Z', head=90.0, first_text_ms=91.0, duration_ms=92.0),
+            *(like(label='direct', synthetic=False, first_text_ms=float(n), duration_ms=2000.0 + n, head=n / 2, started_at=f'2026-11-30T10:00:{n:02}Z')
+              for n in range(1, 4)),
+            like(label='大阪 e\u0301', synthetic=False, started_at='2026-11-30T10:01:00Z', head=1.0, first_text_ms=1.0, duration_ms=1.0),
+            like(started_at='2026-11-30T10:02:00Z', head=5.5, first_text_ms=6.5, duration_ms=7.5),
+            like(synthetic=None, started_at=None, first_text_ms=None, duration_ms=None, head=None, model=None, request={}))
+        done = self.report('records')
+        self.assertEqual((done.returncode, done.stderr), (0, ''))
+        self.assertEqual(done.stdout, '''\
+5 runs, real
+
+started               label   model  verdict               headers   first text   duration   events  record
+2026-11-30T10:00:01Z  direct  tiny   passed                    0.5          1.0       2001        2  records/001.json
+2026-11-30T10:00:02Z  direct  tiny   passed                    1.0          2.0       2002        2  records/002.json
+2026-11-30T10:00:03Z  direct  tiny   passed                    1.5          3.0       2003        2  records/003.json
+2026-11-30T10:00:09Z  direct  tiny   completion: no_done      90.0         91.0       92.0        2  records/000.json
+2026-11-30T10:01:00Z  大阪 e\u0301  tiny   passed                    1.0          1.0        1.0        2  records/004.json
+
+label        runs   passed            share [95 %]   headers   p95   first text   p95   duration   p95
+direct          4        3    75.0% [30.1%, 95.4%]       1.0   1.5          2.0   3.0       2002  2003
+大阪 e\u0301          1        1  100.0% [20.7%, 100.0%]       1.0   1.0          1.0   1.0        1.0   1.0
+all labels      5        4    80.0% [37.6%, 96.4%]       1.0   1.5          1.5   3.0       2002  2003
+
+label       boundary    code      runs
+direct      completion  no_done      1
+all labels  completion  no_done      1
+
+1 run, of unknown origin: a body judged offline
+
+started  label       model  verdict   headers   first text   duration   events  record
+-        (no label)  -      passed          -            -          -        2  records/006.json
+
+label        runs   passed            share [95 %]   headers   p95   first text   p95   duration   p95
+(no label)      1        1  100.0% [20.7%, 100.0%]         -     -            -     -          -     -
+
+1 run, synthetic: the fixture answered
+
+started               label       model  verdict   headers   first text   duration   events  record
+2026-11-30T10:02:00Z  (no label)  tiny   passed        5.5          6.5        7.5        2  records/005.json
+
+label        runs   passed            share [95 %]   headers   p95   first text   p95   duration   p95
+(no label)      1        1  100.0% [20.7%, 100.0%]       5.5   5.5          6.5   6.5        7.5   7.5
+
+Times in ms: median and 95th percentile (nearest rank) of the runs that passed. Share: 95 % Wilson interval.
+''')
+        told = json.loads(self.report('records', '--json').stdout)
+        self.assertEqual({name: part['total']['runs'] for name, part in told['origins'].items()}, {'real': 5, 'unknown': 1, 'synthetic': 1})
+        direct = told['origins']['real']['labels'][0]
+        self.assertEqual((direct['label'], direct['passed'], direct['first_text_ms'], direct['failures']),
+                         ('direct', 3, {'n': 3, 'median': 2.0, 'p95': 3.0}, [{'boundary': 'completion', 'code': 'no_done', 'runs': 1}]))
+        self.assertEqual([r['source'] for r in told['origins']['real']['runs']], [f'records/{n:03}.json' for n in (1, 2, 3, 0, 4)])
+
+    def test_failures_stand_in_the_order_of_boundaries(self) -> None:
+        self.put(*(like(mode, synthetic=False) for mode in ('broken', 'malformed', 'http-error', 'malformed', 'length')))
+        total = json.loads(self.report('--json', 'records').stdout)['origins']['real']['total']
+        self.assertEqual([(f['boundary'], f['code'], f['runs']) for f in total['failures']], [
+            ('status', 'http_status', 1), ('json', 'not_json', 2), ('completion', 'finish_not_accepted', 1), ('completion', 'no_done', 1)])
+        self.assertEqual(stream_report.BOUNDARIES, stream_client.BOUNDARIES)
+
+    def test_where_records_are_read(self) -> None:
+        self.put(like(), like('broken'))
+        self.put(like(), to='records/below')
+        lines = b''.join(stream_client.to_json(like(label=f'l{n}'), one_line=True) for n in range(3))
+        (self.here / 'lines.jsonl').write_bytes(lines)
+        (self.here / 'records' / 'lines.jsonl').write_bytes(b'\n' + lines + b'\n')
+        (self.here / 'records' / '.stream-1.tmp').write_bytes(b'{')
+        (self.here / 'records' / 'note.txt').write_bytes(b'?')
+        os.symlink('000.json', self.here / 'records' / 'again.json')
+        os.mkfifo(self.here / 'records' / 'fifo.json')
+
+        def sources(*args: str, **kwargs: Any) -> list[str]:
+            told = json.loads(self.report('--json', *args, **kwargs).stdout)
+            self.assertEqual(told['skipped'], [])
+            return sorted(r['source'] for r in told['origins']['synthetic']['runs'])
+
+        self.assertEqual(sources('records'), ['records/000.json', 'records/001.json', 'records/below/000.json', *(f'records/lines.jsonl:{n}' for n in (2, 3, 4))])
+        self.assertEqual(sources('records/001.json', 'records/001.json', './records/001.json'), ['records/001.json'])
+        self.assertEqual(sources('lines.jsonl'), ['lines.jsonl:1', 'lines.jsonl:2', 'lines.jsonl:3'])
+        self.assertEqual(sources('-', input=lines.decode()), ['standard input:1', 'standard input:2', 'standard input:3'])
+        pretty = self.here / 'other.json'
+        pretty.write_text(json.dumps(like(), indent=4))
+        self.assertEqual(sources('other.json'), ['other.json'])
+
+    def test_what_is_no_record_is_named_and_skipped(self) -> None:
+        self.put(like())
+        whole = stream_client.to_json(like())
+        bad: dict[str, bytes] = {
+            'half.json': whole[:300], 'empty.json': b'', 'bytes.json': b'\xff', 'nan.json': whole.replace(b'"done": true', b'"done": NaN'),
+            'deep.json': b'[' * 100_000, 'list.json': b'[]', 'later.json': whole.replace(b'"schema_version": 1', b'"schema_version": 2'),
+            'true.json': whole.replace(b'"schema_version": 1', b'"schema_version": true'), 'short.json': b'{"ok": true}',
+            'false.json': whole.replace(b'"ok": true', b'"ok": false'), 'negative.json': whole.replace(b'"content_events": 2', b'"content_events": -1'),
+            'huge.json': whole.replace(b'"completion_tokens": 3', b'"completion_tokens": ' + b'9' * 5000),
+            'infinite.json': re.sub(rb'"duration_ms": [0-9.]+', b'"duration_ms": 1e999', whole),
+            'capture.jsonl': b'{"capture": 1, "status": 200, "headers": {}}\n', 'name\x1b[2J\n.json': b'x',
+        }
+        for name, raw in bad.items():
+            (self.here / 'records' / name).write_bytes(raw)
+        (self.here / 'records' / 'gone.json').symlink_to('nowhere')
+        done = self.report('records', '--json')
+        told = json.loads(done.stdout)
+        self.assertEqual((done.returncode, told['origins']['synthetic']['total']['runs']), (0, 1))
+        said = dict(re.findall(r'^stream_report\.py: skipped records/(.*?): is no record: (.*)$', done.stderr, re.MULTILINE))
+        self.assertEqual(done.stderr.count('\n'), len(bad))
+        self.assertEqual(set(said), {name.replace('\x1b', '\\x1b').replace('\n', '\\x0a') for name in bad})
+        self.assertEqual({name: said[name] for name in ('later.json', 'true.json', 'short.json', 'false.json', 'list.json', 'deep.json', 'bytes.json', 'nan.json',
+                                                        'capture.jsonl', 'negative.json')}, {
+            'later.json': 'schema_version: 2 is not 1', 'true.json': 'schema_version: true is not 1', 'short.json': 'the record: has no outcome',
+            'false.json': 'outcome: "passed" does not match ^(?!passed$)', 'list.json': 'the record: an array is no object', 'deep.json': 'nested too deeply',
+            'bytes.json': 'not UTF-8', 'nan.json': 'NaN is not JSON', 'capture.jsonl': 'a capture, which stream_client.py --input judges',
+            'negative.json': 'content_events: -1 is out of range'})
+        self.assertEqual(len(told['skipped']), len(bad))
+
+    def test_what_is_refused(self) -> None:
+        self.put(like())
+        (self.here / 'bad.json').write_text('{')
+        (self.here / 'empty').mkdir()
+        self.refused('no PATH: name records, directories, or - for lines on standard input')
+        self.refused('missing: there is no such file or directory', 'missing')
+        self.refused('unrecognized arguments: --jso', 'records', '--jso')
+        self.refused('argument --compare: expected 2 arguments', 'records', '--compare', 'a')
+        for out in ('--junit', '--html'):
+            self.refused('records: names a directory', 'records', out, 'records')
+            self.refused('bad.json: exists; --force replaces it', 'records', out, 'bad.json')
+            self.refused('records/000.json: is a record that is read here', 'records', out, 'records/000.json', '--force')
+            self.refused('no/where: cannot be written: No such file or directory', 'records', out, 'no/where')
+        done = self.report('bad.json', 'empty')
+        self.assertEqual((done.returncode, done.stdout, done.stderr.splitlines()[1:]), (2, '', [
+            'stream_report.py: skipped empty: holds no .json or .jsonl file', 'stream_report.py: there is no record to report']))
+
+    def test_files_are_created_exclusively_unless_forced(self) -> None:
+        self.put(like())
+        for out in ('--junit', '--html'):
+            self.assertEqual(self.report('records', out, 'out').returncode, 0)
+            written = (self.here / 'out').read_bytes()
+            self.assertEqual(self.report('records', out, 'out').returncode, 2)
+            (self.here / 'out').write_bytes(b'old')
+            done = self.report('records', out, 'out', '--force')
+            self.assertEqual((done.returncode, done.stdout, (self.here / 'out').read_bytes()), (0, '', written))
+            self.assertEqual(self.report('records', out, '-').stdout.encode(), written)
+            (self.here / 'out').unlink()
+        self.assertEqual(sorted(path.name for path in self.here.iterdir()), ['records'])
+
+    def test_two_labels_compared(self) -> None:
+        for n in range(1, 5):
+            self.put(like(label='direct', synthetic=False, head=float(n), first_text_ms=10.0 * n, duration_ms=100.0))
+            self.put(like('ok' if n > 1 else 'broken', label='proxied', synthetic=False, head=2.0 * n, first_text_ms=30.0 * n, duration_ms=400.0))
+        told = json.loads(self.report('records', '--compare', 'direct', 'proxied', '--json').stdout)
+        self.assertEqual((told['a']['passed'], told['b']['passed'], told['shares_apart'], told['origin']), (4, 3, False, 'real'))
+        self.assertEqual((told['a']['first_text_ms']['median'], told['b']['first_text_ms']['median']), (25.0, 90.0))
+        text = self.report('records', '--compare', 'direct', 'proxied').stdout.splitlines()
+        rows = {re.split('  +', line)[0]: re.split('  +', line)[1:] for line in text}
+        self.assertEqual((rows['passed'], rows['time to headers, median'], rows['duration, p95'], rows['proxied']), (
+            ['100.0% [51.0%, 100.0%]', '75.0% [30.1%, 95.4%]', 'intervals overlap'], ['2.5', '6.0', 'x2.4'], ['100.0', '400.0', 'x4'], ['completion', 'no_done', '1']))
+
+    def test_what_cannot_be_compared(self) -> None:
+        other = like(label='b', synthetic=False)
+        changes: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+            ('origin', lambda r: r.update(synthetic=True)), ('messages', lambda r: r['request'].update(messages_sha256='0' * 64)),
+            ('model', lambda r: r.update(model='other')), ('sampling', lambda r: r['request']['sampling'].update(max_tokens=1)),
+            ('limits', lambda r: r['request']['limits'].update(max_line_chars=1)), ('clocks', lambda r: r['request']['clocks_s'].update(idle=1)),
+            ('policy', lambda r: r['request']['policy'].update(tolerate=['no_done'])),
+        ]
+        for name, change in changes:
+            for label in ('a', 'b'):  # the odd one may be on the first side too
+                odd = like(label=label, synthetic=False)
+                change(odd)
+                shutil.rmtree(self.here / 'records', ignore_errors=True)
+                self.put(like(label='a', synthetic=False), other, odd)
+                done = self.report('records', '--compare', 'a', 'b')
+                self.assertEqual((done.returncode, done.stdout), (2, ''))
+                self.assertRegex(done.stderr, f'^stream_report\\.py: --compare: {name} differ: .* in records/000.json, .* in records/002.json\n$')
+        self.put(like(label='off', request={}))
+        self.refused('--compare: records/003.json was judged offline, so what was asked is not known', 'records', '--compare', 'a', 'off')
+        self.refused('--compare: no record has the label c; there are: a, b, off', 'records', '--compare', 'a', 'c')
+        self.refused('--compare: needs two labels', 'records', '--compare', 'a', 'a')
+
+    def test_hostile_text_stays_text(self) -> None:
+        hostile = like('broken', label=self.HOSTILE, model=self.HOSTILE, text=self.HOSTILE, error=self.HOSTILE, notes={'n': self.HOSTILE})
+        hostile['failure'] |= {'message': self.HOSTILE, 'hint': self.HOSTILE}
+        self.put(hostile)
+        table = self.report('records').stdout
+        summary = self.report('records', '--summary').stdout
+        for out in (table, summary):
+            self.assertIsNone(re.search('[\x00-\x09\x0b-\x1f\x7f\u202e\ufffe]', out))
+        commands = [line for line in summary.splitlines() if line.startswith('::')]
+        self.assertEqual(len(commands), 1)
+        self.assertRegex(commands[0], '^::error title=completion%3A no_done \\(synthetic\\)::records/000.json: .*%250A')
+        self.assertTrue(all(line.count('|') in (0, 5, 11) for line in summary.splitlines() if not line.startswith('::')))
+
+    def test_the_summary_goes_where_github_wants_it(self) -> None:
+        self.put(like(synthetic=False), *(like('broken', synthetic=False) for _ in range(12)))
+        (self.here / 'records' / 'bad.json').write_text('{')
+        (self.here / 'summary').write_text('before\n')
+        done = self.report('records', '--summary', env={'GITHUB_STEP_SUMMARY': str(self.here / 'summary')})
+        self.assertEqual([line[:9] for line in done.stdout.splitlines()], ['::error t'] * 10 + ['::warning'])
+        told = (self.here / 'summary').read_text()
+        self.assertTrue(told.startswith('before\n### 1 of 13 runs passed, real\n'))
+        self.assertIn('- skipped: `records/bad.json: is no record:', told)
+        done = self.report('records', '--summary', env={'GITHUB_STEP_SUMMARY': '/nowhere/x'})
+        self.assertEqual((done.returncode, done.stderr.splitlines()[-1]), (2, 'stream_report.py: /nowhere/x: cannot be written: No such file or directory'))
+
+    def test_junit_keeps_failed_and_not_run_apart(self) -> None:
+        with socket.socket() as closed:
+            closed.bind(('127.0.0.1', 0))
+            refused = stream(f'http://127.0.0.1:{closed.getsockname()[1]}/x', 'm', 'p')
+        self.put(like(synthetic=False), like('broken', synthetic=False), refused)
+        (self.here / 'records' / 'bad.json').write_text('{')
+        root = ET.fromstring(self.report('records', '--junit', '-').stdout)
+        self.assertEqual([(s.get('name'), s.get('tests'), s.get('failures'), s.get('errors'), s.get('skipped')) for s in root],
+                         [('real: (no label)', '3', '1', '1', '0'), ('no records', '1', '0', '0', '1')])
+        self.assertEqual([[child.tag for child in case if child.tag != 'properties'] for case in root.iter('testcase')], [[], ['failure'], ['error'], ['skipped']])
+
+    def test_a_reader_that_leaves_and_a_full_disk(self) -> None:
+        self.put(*(like(label='x' * 200) for _ in range(100)))
+        with subprocess.Popen([sys.executable, REPORT, 'records'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=self.here, env=environment()) as process:
+            assert process.stdout and process.stderr
+            process.stdout.close()
+            self.assertEqual((process.stderr.read(), process.wait(30)), (b'', 0))
+        with open('/dev/full', 'wb') as full:
+            done = self.report('records', stdout=full, stderr=subprocess.PIPE, capture_output=False)
+        self.assertEqual((done.returncode, done.stderr), (2, 'stream_report.py: standard output: No space left on device\n'))
+
+    def test_progress(self) -> None:
+        self.put(like(), like())
+        with unittest.mock.patch.object(stream_report, 'PROGRESS_S', 0), contextlib.redirect_stderr(io.StringIO()) as err:
+            list(stream_report.report([str(self.here / 'records')]))
+        self.assertEqual(err.getvalue(), 'stream_report.py: 1 records read\nstream_report.py: 2 records read\n')
+
+    def test_the_schema(self) -> None:
+        done = self.report('--schema')
+        self.assertEqual((done.returncode, json.loads(done.stdout)), (0, SCHEMA))
+        self.assertEqual(set(SCHEMA['properties']), RECORD_KEYS)
+        seen: set[str] = set()
+
+        def keywords(schema: Any) -> None:
+            seen.update(schema)
+            for name in ('properties', 'additionalProperties', 'items', 'if', 'then', 'else'):
+                for below in schema.get(name, {}).values() if name == 'properties' else [schema[name]] if name in schema else []:
+                    keywords(below)
+
+        keywords(SCHEMA)
+        self.assertEqual(seen - {'$schema', 'title', 'description'}, {
+            'type', 'const', 'enum', 'pattern', 'required', 'properties', 'additionalProperties', 'items', 'minimum', 'maximum', 'if', 'then', 'else'})
+
+    @unittest.skipIf(RECORD_SCHEMA is None, 'needs jsonschema')
+    def test_the_schema_means_what_json_schema_says(self) -> None:
+        others: tuple[Any, ...] = (None, True, False, 0, 1, -1, 2.5, 1e12 + 0.5, '', 'passed', 'x y', 'a' * 64, 'a\n', [], [1], ['x'], {}, {'x': 1}, {'x': 'y'})
+
+        def mutants(value: Any) -> Iterator[Any]:
+            yield from others
+            if isinstance(value, dict):
+                for name in value:
+                    yield {k: v for k, v in value.items() if k != name}
+                    for mutant in mutants(value[name]):
+                        yield value | {name: mutant}
+                yield value | {'added': 1}
+            elif isinstance(value, list) and value:
+                for mutant in mutants(value[0]):
+                    yield [mutant, *value[1:]]
+
+        both = [0, 0]
+        for record in (like(), like('broken'), like(request={}, input={'kind': 'body', 'policy': like()['request']['policy'], 'limits': like()['request']['limits']})):
+            for mutant in mutants(record):
+                valid = RECORD_SCHEMA.is_valid(mutant)
+                self.assertEqual(invalid(mutant, SCHEMA) is None, valid, (mutant, invalid(mutant, SCHEMA)))
+                both[valid] += 1
+        self.assertGreater(min(both), 100)
+
+    @unittest.skipUnless(LONG, 'STREAM_LONG=1 runs it')
+    def test_ten_thousand_records(self) -> None:
+        self.put(*(like(('ok', 'broken', 'length')[n % 3], label=f'host-{n % 7}', synthetic=False, first_text_ms=float(n)) for n in range(10_000)))
+        self.assertEqual(self.report('records').stdout.splitlines()[0], '10000 runs, real')
+        page = self.report('records', '--html', '-').stdout
+        self.assertLess(len(page), 4_000_000)
 
 
 # --- the judge ----------------------------------------------------------------------------------------------------------
