@@ -1449,10 +1449,10 @@ class Runner:
         self.files['GITHUB_OUTPUT'].write_text('')
         words = ['--noprofile', '--norc', '-eo', 'pipefail'] if step.get('shell') == 'bash' else ['-e']
         ran = subprocess.Popen(['bash', *words, file], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment(
+                               stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(
                                    GITHUB_ACTION_PATH=action_path, **{name: str(path) for name, path in self.files.items()}, **env))
         self.sessions.append(ran.pid)
-        self.log += ran.communicate(timeout=60)[0]
+        self.log += ''.join(ran.communicate(timeout=60))  # the runner reads both at once: stderr may come later than it was written
         outputs.update(re.findall('(?m)^(.*?)=(.*)$', self.files['GITHUB_OUTPUT'].read_text()))
         return ran.returncode == 0
 
@@ -1460,7 +1460,8 @@ class Runner:
         """At the end of a job the runner ends what its steps left in the background."""
         for process in processes():
             if process.session in self.sessions:
-                os.kill(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
 
 @needs(yaml=package('yaml'), shellcheck=program('shellcheck') is not None)
@@ -1529,13 +1530,26 @@ class ActionTest(InteropTest, Directory):
         passed, outputs = self.asked(model='m', args='--version')  # exit status 0 is not enough
         self.assertEqual((passed, outputs['ok'], outputs['exit-status']), (False, '', '0'))
 
-    def test_a_record_that_cannot_be_written(self) -> None:
-        (self.here / 'runner_temp' / 'stream-records').mkdir()
-        shutil.rmtree(self.here / 'runner_temp')
-        (self.here / 'runner_temp').symlink_to('/proc')
-        passed, outputs = self.asked(model='mode:ok')
-        self.assertEqual((passed, outputs), (False, {'record': '', 'ok': '', 'outcome': '', 'exit-status': ''}))
+    def test_a_runner_without_a_temporary_folder(self) -> None:
+        (self.here / 'runner_temp').rmdir()
+        (self.here / 'runner_temp').touch()
+        self.assertEqual(self.asked(model='mode:ok'), (False, {'record': '', 'ok': '', 'outcome': '', 'exit-status': ''}))
         self.assertIn('no record was kept (exit status unknown)', self.runner.summary)
+
+    def test_a_cancelled_run_keeps_its_record(self) -> None:
+        records = self.here / 'runner_temp' / 'stream-records'
+
+        def cancel() -> None:
+            eventually(lambda: list(records.glob('*.json')), 30, 'the client has begun')
+            self.runner.clean_up()
+
+        canceller = threading.Thread(target=cancel)
+        canceller.start()
+        passed, outputs = self.asked(model='mode:stall-after-text', idle='30')
+        canceller.join()
+        self.assertEqual((passed, {**outputs, 'record': ''}), (False, {'record': '', 'ok': '', 'outcome': '', 'exit-status': ''}))
+        self.assertEqual(self.record(outputs)['outcome'], 'unfinished')
+        self.assertIn('0 of 1 runs passed', self.runner.summary)
 
     def test_no_input_becomes_shell_text_a_flag_or_an_output(self) -> None:
         hostile = ('$(touch x)', '`touch x`', '"; touch x; "', "'; touch x; '", '$IFS;touch${IFS}x', '${{ github.token }}', '*', '~', r'\n\$(touch x)', '-h',
@@ -1670,7 +1684,7 @@ class FleetTest(SshHost, Directory):
         self.assertEqual((pod['restartPolicy'], job['backoffLimitPerIndex'], job['completionMode']), ('Never', 0, 'Indexed'))
         self.assertLessEqual(job['maxFailedIndexes'], job['completions'])
         codes = {code: rule['action'] for rule in job['podFailurePolicy']['rules'] for code in rule.get('onExitCodes', {}).get('values', ())}
-        self.assertEqual(codes, {1: 'FailIndex', 2: 'FailJob', 3: 'FailJob'})
+        self.assertEqual(codes, {1: 'FailIndex', 2: 'FailJob', 3: 'FailIndex'})
         conditions = [(rule['action'], pattern) for rule in job['podFailurePolicy']['rules'] for pattern in rule.get('onPodConditions', ())]
         self.assertEqual(conditions, [('Ignore', {'type': 'DisruptionTarget', 'status': 'True'})])
         deadline = next(int(word.removeprefix('--deadline=')) for word in pod['containers'][0]['args'] if word.startswith('--deadline='))
