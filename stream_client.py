@@ -67,7 +67,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypedDict
 if TYPE_CHECKING:
     import ssl
     import subprocess
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from types import FrameType, TracebackType
 
     from typing_extensions import Unpack
@@ -1969,6 +1969,17 @@ class Evidence:
             os.close(self._fd)
         self._sync_directory()
 
+    def drop(self) -> None:
+        """Remove the file, if it is still ours: the run was refused."""
+        ours = os.fstat(self._fd)
+        try:
+            there = os.lstat(self.path)
+            if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
+                os.unlink(self.path)
+        except OSError:
+            pass
+        os.close(self._fd)
+
     def _temporary(self, data: bytes) -> tuple[str, int]:
         path = os.path.join(self.directory, f'.stream-{os.urandom(8).hex()}.tmp')
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -1999,18 +2010,29 @@ class Evidence:
             os.close(fd)
 
 
+CAPTURE_START = b'{"capture":'
+MAX_CAPTURE_LINE_BYTES = 8 * READ_BYTES  # a read of control characters, each of them six in JSON
+UTC = '[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z'
+
+
 class Capture:
     """The received body as it arrives, one JSON line a read, each written at once, so that a killed run keeps its evidence.
 
-    The first line is the head, ``{"capture": 1, "status": ..., "headers": {...}}`` with harmless fields only; then a line a
-    read, ``{"ms": since the head, "text": ...}`` or ``"base64"`` where it is not UTF-8; the last says how it ended,
-    ``{"end": ..., "outcome": ..., "ms": ...}``. The key is masked with equal length, also where reads cut it: what may be
-    its start waits for the next read. Raises Refused; a write that fails ends the capture (``broken``), never the run.
+    The first line is the head: ``{"capture": 1, "started_at": ..., "ms": when it came, "synthetic": ..., "status": ...,
+    "headers": {...}}``, with harmless fields only. Then a line a read: ``{"ms": since the head, "text": ...}``, or ``"base64"``
+    where it is not UTF-8. The last tells how it ended: ``{"end": ..., "outcome": ..., "boundary": ..., "error": ..., "ms": ...}``,
+    and ``incomplete`` where more came than the ``most`` bytes that the file may have. The key is masked with equal length, also
+    where reads cut it: a read that may end in its start waits for the next. Raises Refused; a write that fails ends the
+    capture, never the run.
     """
 
-    def __init__(self, path: str, secret: Secret) -> None:
-        self.path, self.secret, self.broken = path, secret, False
-        self._held = ''
+    def __init__(self, path: str, secret: Secret, most: int) -> None:
+        self.path, self.secret = path, secret
+        self.incomplete = False
+        self._broken = False
+        self._left = most
+        self._held: list[tuple[float, int]] = []  # reads that wait: their times and lengths ...
+        self._text = ''  # ... and their bytes as characters, so that the key's forms can be looked for
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except (OSError, ValueError) as exc:
@@ -2020,27 +2042,38 @@ class Capture:
         """Write one line."""
         try:
             left = memoryview(to_json(value, one_line=True))
-            while left and not self.broken:
+            self._left -= len(left)
+            while left and not self._broken:
                 left = left[os.write(self._fd, left) :]
         except OSError:
-            self.broken = True
+            self._broken = self.incomplete = True
 
     def read(self, ms: float, data: bytes, last: bool = False) -> None:
         """Write what one read brought, ``ms`` milliseconds after the head."""
-        text = self._held + data.decode('latin-1')  # bytes as characters, so that the key's forms can be looked for
-        masked = self.secret.mask(text, stars=True)
-        at = len(masked) if last else self.secret.begins_at(masked, 1)
-        data, self._held = masked[:at].encode('latin-1'), masked[at:]
-        if data:
+        self._held.append((ms, len(data)))
+        self._text = self.secret.mask(self._text + data.decode('latin-1'), stars=True)
+        known = len(self._text) if last else self.secret.begins_at(self._text, 1)
+        while self._held and self._held[0][1] <= known:
+            ms, length = self._held.pop(0)
+            self._put(ms, self._text[:length].encode('latin-1'))
+            self._text, known = self._text[length:], known - length
+
+    def _put(self, ms: float, data: bytes) -> None:
+        self.incomplete = self.incomplete or self._left <= 0
+        if data and not self.incomplete:
             try:
                 self.line({'ms': ms, 'text': data.decode()})
             except UnicodeDecodeError:
                 self.line({'ms': ms, 'base64': base64.b64encode(data).decode()})
 
     def end(self, record: Mapping[str, Any]) -> None:
-        """Write the last line."""
+        """Write the last line, and before it a head that says nothing where none had come."""
+        if not os.fstat(self._fd).st_size:
+            self.line({'capture': 1, 'started_at': record['started_at'], 'status': None, 'headers': {}})
         self.read(record['duration_ms'], b'', last=True)
-        self.line({'end': record['delivery']['body_end'], 'outcome': record['outcome'], 'ms': record['duration_ms']})
+        boundary = record['failure'] and record['failure']['boundary']
+        self.line({'end': record['delivery']['body_end'], 'outcome': record['outcome'], 'boundary': boundary, 'error': record['error'],
+                   'ms': record['duration_ms'], **({'incomplete': True} if self.incomplete else {})})
         os.close(self._fd)
 
     def drop(self) -> None:
@@ -2093,6 +2126,8 @@ DEFAULTS: Options = {
 }
 LIMITS = ('max_line_chars', 'max_event_chars', 'max_answer_chars', 'max_stream_bytes')
 CLOCKS = ('idle', 'deadline', 'first_text', 'stall')
+RECORDED_OPTIONS = ('accept_finish', 'tolerate', 'fail_on', *LIMITS, 'label', 'notes', 'token', 'idle', 'deadline')
+BODY_ENDS = ('last_chunk', 'length', 'closed', 'open')
 FIXED_MEMBERS = ('stream', 'n', 'model', 'messages')  # of the request body: what the verdict rests on
 
 
@@ -2217,20 +2252,12 @@ class ChatStream:
     """
 
     def __init__(self, url: str, model: str, prompt: str | None, **options: Unpack[Options]) -> None:
-        unknown = next((name for name in options if name not in DEFAULTS), None)
-        if unknown:
-            raise TypeError(f'unexpected keyword argument {unknown!r}')
-        self.options: Options = {**DEFAULTS, **options}
+        self._take_options(options, DEFAULTS)
         o = self.options
-        _checked_numbers(o)
         self.target = parse_url(url)
-        self.model = checked_text('model', model, 1024)
-        self.policy = _checked_policy(o)
-        self.secret = Secret(checked_key('token', o['token']))
+        self.model: str | None = checked_text('model', model, 1024)
         messages = _checked_messages(prompt, o)
-        self.notes = _checked_notes(o)
-        self.label = None if o['label'] is None else checked_text('label', o['label'], 256)
-        self.run_id = os.urandom(16).hex() if o['run_id'] is None else o['run_id']
+        self.run_id: str = os.urandom(16).hex() if o['run_id'] is None else o['run_id']
         if not isinstance(self.run_id, str) or not re.fullmatch('[A-Za-z0-9._-]{1,128}', self.run_id):
             raise Refused('run_id', 'must be 1 to 128 letters, digits, dots, dashes and underscores')
         self.dial = self._checked_dial(o['connect_to'])
@@ -2242,6 +2269,19 @@ class ChatStream:
             raise Refused('ca_file', 'needs an https URL')
         self._context = tls_context(o['ca_file']) if self.target.https else None
         self._begin()
+
+    def _take_options(self, options: Options, known: Iterable[str]) -> None:
+        """Check and keep those options that a request and a recording have in common."""
+        unknown = next((name for name in options if name not in known), None)
+        if unknown:
+            raise TypeError(f'unexpected keyword argument {unknown!r}')
+        self.options: Options = {**DEFAULTS, **options}
+        o = self.options
+        _checked_numbers(o)
+        self.policy = _checked_policy(o)
+        self.secret = Secret(checked_key('token', o['token']))
+        self.notes = _checked_notes(o)
+        self.label = None if o['label'] is None else checked_text('label', o['label'], 256)
 
     def _checked_dial(self, connect_to: str | None) -> tuple[str, int]:
         if connect_to is None:
@@ -2278,7 +2318,7 @@ class ChatStream:
             max_answer_chars=o['max_answer_chars'],
             events=Events(max_line_chars=o['max_line_chars'], max_event_chars=o['max_event_chars']))
         self.failure: StreamFailure | None = StreamFailure('unfinished', 'the run had not ended when this record was written')
-        self.started_at = time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())
+        self.started_at: str | None = time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())
         self.clock = Clock(o['idle'], o['deadline'], o['first_text'], o['stall'])
         self.clock.arrived = self._arrived
         self.marks: dict[str, float] = {}  # seconds on the clock
@@ -2294,9 +2334,10 @@ class ChatStream:
         self.response: dict[str, Any] = dict.fromkeys(
             ('status', 'http_version', 'id', 'id_carries_run_id', 'model', 'system_fingerprint', 'headers', 'interim', 'peer',
              'tls_version', 'certificate_sha256', 'certificate_expires', 'server_error', 'body_excerpt'))
-        self.synthetic = False
+        self.synthetic: bool | None = False
         self._stopped: str | None = None  # why the request was not sent whole
         self.capture: Capture | None = None  # set by whoever wants one, before the run
+        self.timed = True  # whether the times and reads are those of the answer
         self._left: str | None = None  # why another thread closed this run
         self._record: dict[str, Any] | None = None
         self._texts = self._run()
@@ -2328,6 +2369,28 @@ class ChatStream:
         """The evidence record: finished once the run is over, before that the provisional one (``unfinished``)."""
         return self._record or build_record(self)
 
+    def asked(self) -> dict[str, Any]:
+        """The group ``request`` of the record."""
+        o = self.options
+        sampling = self.sampling if len(_dumps(self.sampling)) <= 4096 else {
+            'sha256': hashlib.sha256(_dumps(self.sampling).encode()).hexdigest()}
+        return {
+            'url': self.target.url, 'path_taken': 'ssh' if o['ssh'] else 'connect-to' if o['connect_to'] else 'direct',
+            'connect_to': o['connect_to'], 'ssh': o['ssh'], 'run_id': self.run_id, **self._rules(),
+            'messages_sha256': self.messages_sha256, 'messages_bytes': self.messages_bytes,
+            'clocks_s': {name: o[name] for name in CLOCKS},  # type: ignore[literal-required]  # names from CLOCKS
+            'sampling': sampling}
+
+    def judged(self) -> dict[str, Any] | None:
+        """The group ``input`` of the record: None where the answer came from a server."""
+        return None
+
+    def _rules(self) -> dict[str, Any]:
+        return {
+            'policy': {'accept_finish': list(dict.fromkeys(('stop', *self.policy.accept_finish))),
+                       'tolerate': list(self.policy.tolerate), 'fail_on': list(self.policy.fail_on)},
+            'limits': {name: self.options[name] for name in LIMITS}}  # type: ignore[literal-required]  # names from LIMITS
+
     def _run(self) -> Generator[str, None, None]:
         if self._record is not None:
             return
@@ -2337,7 +2400,7 @@ class ChatStream:
             self.failure = None
         except StreamFailure as failure:
             self.failure = self._diagnosed(failure)
-        except GeneratorExit:
+        except (GeneratorExit, Refused):
             raise
         except Exception as exc:  # noqa: BLE001  # a fault of ours, or of memory: recorded, with nothing that could hold the key
             self.failure = self._diagnosed(StreamFailure('internal', f'{type(exc).__name__} in the client'))
@@ -2373,7 +2436,7 @@ class ChatStream:
             self._record = build_record(self)
             if self.capture:
                 self.capture.end(self._record)
-                if self.capture.broken:
+                if self.capture.incomplete:
                     self.chat.warnings['capture_incomplete'] = 1
                     self._record = build_record(self)
 
@@ -2454,7 +2517,8 @@ class ChatStream:
             headers={name: self.secret.quote(', '.join(v for k, v in fields if k.lower() == name))
                      for name in RECORDED_FIELDS if name in response.msg})
         if self.capture:
-            self.capture.line({'capture': 1, 'status': response.status, 'headers': self.response['headers']})
+            self.capture.line({'capture': 1, 'started_at': self.started_at, 'ms': self._ms('head'), 'synthetic': self.synthetic,
+                               'status': response.status, 'headers': self.response['headers']})
         if response.status != 200:
             self._refuse_status(wire, response, fields)
         if self._stopped:
@@ -2523,16 +2587,7 @@ class ChatStream:
             data = body.feed(raw)
             if not raw:
                 body.feed_eof('without close_notify' if wire.truncated else '')
-            before = (chat.content_events, chat.data_events)
-            due = self.clock.due()[0]
-            try:
-                for text in chat.feed(data):
-                    yield text
-                    if self.clock.now() >= due:  # time spent by the reader of the text counts
-                        self._progress(wire.read_at, before[1])
-                        self.clock.remaining()
-            finally:
-                self._note(data, wire.read_at, *before)
+            yield from self._judge(data, wire.read_at)
             if body.failure and not chat.done:
                 raise body.failure
         if chat.done:
@@ -2540,6 +2595,20 @@ class ChatStream:
         else:
             self.body_end = body.end
         chat.end(self.body_end)
+
+    def _judge(self, data: bytes, at: float) -> Iterator[str]:
+        """The text in what one read brought, and the read booked."""
+        chat = self.chat
+        before = (chat.content_events, chat.data_events)
+        due = self.clock.due()[0]
+        try:
+            for text in chat.feed(data):
+                yield text
+                if self.clock.now() >= due:  # time spent by the reader of the text counts
+                    self._progress(at, before[1])
+                    self.clock.remaining()
+        finally:
+            self._note(data, at, *before)
 
     def _note(self, data: bytes, at: float, content_before: int, events_before: int) -> None:
         """Book one read: all that came in it shares its time."""
@@ -2589,10 +2658,7 @@ class ChatStream:
         try:
             while not body.end and not body.failure:
                 raw = wire.read()
-                data = body.feed(raw)
-                self._keep(data, wire.read_at)
-                for _ in self.chat.feed(data):
-                    pass
+                self._count(body.feed(raw), wire.read_at)
                 if not raw:
                     body.feed_eof('without close_notify' if wire.truncated else '')
         except _GraceOver:
@@ -2604,12 +2670,181 @@ class ChatStream:
         if body.failure:
             self.chat.warnings['unclean_end'] = 1
 
+    def _count(self, data: bytes, at: float) -> None:
+        """Book what came after [DONE]."""
+        self._keep(data, at)
+        for _ in self.chat.feed(data):
+            pass
+
+    def _ms(self, mark: str) -> float | None:
+        """Milliseconds from the start to a mark that was reached."""
+        return round((self.marks[mark] - self.clock.start) * 1000, 3) if mark in self.marks else None
+
     def _arrived(self) -> str:
         if self.framed is None:
             return f'{self.wire.head_bytes if self.wire else 0} bytes of the answer had arrived'
         chat = self.chat
         return (f'{self.framed.bytes} body bytes, {chat.seen} events and {chat.answer_chars} characters of text had arrived'
                 + (f', finish_reason "{self.secret.quote(chat.finish_reason)}"' if chat.finish_reason else ''))
+
+
+class Recording(ChatStream):
+    """A body that was recorded, judged offline: a capture, or the plain bytes of an event stream (``curl -sN``).
+
+    ``source`` is a path, or a descriptor, which may be a pipe that is still being written. Of the options of ``ChatStream`` it
+    has RECORDED_OPTIONS; ``model`` is the one that was asked for, where that is known. The record has an empty ``request``,
+    and times only where a capture has them. Raises Refused for a file that cannot be read and for a malformed capture.
+    """
+
+    def __init__(self, source: str | int, model: str | None = None, **options: Unpack[Options]) -> None:
+        options = {'idle': MAX_CLOCK_S, 'deadline': MAX_CLOCK_S, **options}
+        self._take_options(options, RECORDED_OPTIONS)
+        self.model = None if model is None else checked_text('model', model, 1024)
+        self.run_id, self.sampling = '', {}
+        self._begin()
+        self.started_at, self.synthetic, self.timed = None, None, False
+        self._last: dict[str, Any] = {}  # the last line of a capture
+        self._begins = b''  # plain bytes, for the message where they are no event stream
+        try:
+            self._file = open(source, 'rb', buffering=0, closefd=isinstance(source, str))
+            self._regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        except (OSError, ValueError) as exc:
+            raise Refused('input', f'cannot be read: {getattr(exc, "strerror", None) or exc}') from None
+
+    def _end(self) -> None:
+        self._file.close()
+        super()._end()
+
+    def asked(self) -> dict[str, Any]:
+        """Nothing was asked."""
+        return {}
+
+    def judged(self) -> dict[str, Any] | None:
+        """What was judged, and by which rules."""
+        return {'kind': 'capture' if self.timed else 'body', **self._rules()}
+
+    def _exchange(self) -> Iterator[str]:
+        self.framed = body = Body(Framing(False, None), max_bytes=self.options['max_stream_bytes'])
+        self.clock.enter('framing', 'waiting for the body')
+        self.marks['head'] = self.clock.start
+        try:
+            for at, raw in self._reads():
+                self.marks['end'] = at
+                data = body.feed(raw)
+                if self.chat.done:
+                    self._count(data, at)
+                    if body.failure:
+                        break
+                    continue
+                if self.timed and self.response['status'] != 200:
+                    raise StreamFailure('http_status', f'the capture says status {self.response["status"]}')
+                yield from self._judge(data, at)
+                if self.chat.done:
+                    self.clock.grace(DRAIN_S)
+                elif body.failure:
+                    raise body.failure
+        except _GraceOver:
+            self._last = {'end': 'open'}
+        self._verdict()
+
+    def _verdict(self) -> None:
+        """What the end of the input means. Raises StreamFailure."""
+        last, chat = self._last, self.chat
+        self.body_end, outcome = last.get('end'), last.get('outcome', '')
+        if chat.done:
+            if last and not self.body_end and outcome != 'interrupted':
+                chat.warnings['unclean_end'] = 1
+        elif not self.timed:
+            self._refuse_other_input()
+        elif not last or last.get('incomplete'):
+            raise StreamFailure('unfinished', f'the capture {"reached its bound" if last else "has no last line: its run was killed"}')
+        elif not self.body_end and outcome in FAILURES:  # what no body shows: a reset, say, or a clock
+            reached = last['boundary'] if last.get('boundary') in BOUNDARIES else self.clock.boundary
+            raise StreamFailure(outcome, self.secret.quote(last.get('error') or 'so says the capture', 1000),
+                                boundary=FAILURES[outcome].boundary or reached)
+        chat.end(self.body_end)
+
+    def _refuse_other_input(self) -> None:
+        text = self.secret.mask_cut(self._begins.decode('utf-8', 'replace'))
+        looks = _looks_like(self.secret.quote(text, MAX_ERROR_BODY_BYTES))
+        if self._begins and not self.chat.seen and looks != LOOKS_RIGHT:
+            raise StreamFailure('not_event_stream', f'the input {looks}: "{self.secret.quote(_error_message(text))}"')
+
+    def _reads(self) -> Iterator[tuple[float, bytes]]:
+        """What each read brought, and when it came: by the capture's word, or the start where there is none."""
+        pieces = self._pieces()
+        first = b''
+        for piece in pieces:
+            first += piece
+            if len(first) >= len(CAPTURE_START) or not CAPTURE_START.startswith(first):
+                break
+        if first.startswith(CAPTURE_START):
+            self.timed = True
+            yield from self._captured(itertools.chain([first], pieces))
+            return
+        self._begins = first[:MAX_ERROR_BODY_BYTES]
+        if re.match(rb'HTTP/[0-9.]+ [0-9]', first):
+            raise StreamFailure('not_event_stream', 'the input begins with a status line: record the body alone (curl without -i)')
+        for piece in itertools.chain([first], pieces):
+            yield self.clock.start, piece
+
+    def _pieces(self) -> Iterator[bytes]:
+        poller = select.poll()
+        poller.register(self._file, select.POLLIN)
+        while True:
+            while not self._regular and not poller.poll(math.ceil(self.clock.remaining() * 1000)):
+                pass
+            try:
+                piece = self._file.read(READ_BYTES)
+            except OSError as exc:
+                raise Refused('input', f'cannot be read: {exc.strerror}') from None
+            self.clock.moved = self.clock.now()
+            if not piece:
+                return
+            yield piece
+
+    def _captured(self, pieces: Iterable[bytes]) -> Iterator[tuple[float, bytes]]:
+        number, held = 0, b''
+        for piece in itertools.chain(pieces, [b'']):
+            *lines, held = (held + piece).split(b'\n') if piece else ([held] if held else []) + [b'']
+            for line in lines:
+                number += 1
+                try:
+                    found = self._line(number, strict_json(line.decode()))
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    if not piece:  # cut: its writer was killed
+                        return
+                    raise Refused('input', f'is a malformed capture: line {number}') from None
+                if found:
+                    yield found
+            if len(held) > MAX_CAPTURE_LINE_BYTES:
+                raise Refused('input', f'is a malformed capture: line {number + 1}')
+
+    def _line(self, number: int, line: dict[str, Any]) -> tuple[float, bytes] | None:
+        """Take a line of a capture in; what it says of a read. Raises what a malformed line leads to."""
+        ms = float(line.get('ms', 0)) / 1000
+        if not 0 <= ms <= MAX_CLOCK_S:
+            raise ValueError('no time')
+        if number == 1:
+            if line['capture'] != 1:
+                raise Refused('input', 'is a capture of a later version')
+            self.marks['head'] = self.marks['end'] = self.clock.start + ms
+            status, synthetic, began = line['status'], line.get('synthetic'), line.get('started_at')
+            fields = {k: self.secret.quote(str(v)) for k, v in line['headers'].items() if k in RECORDED_FIELDS}
+            self.response.update(status=status if _count(status) else None, headers=None if status is None else fields)
+            if status is None:
+                del self.marks['head']
+            self.synthetic = synthetic if isinstance(synthetic, bool) else None
+            self.started_at = began if isinstance(began, str) and re.fullmatch(UTC, began) else None
+            return None
+        if self._last:
+            raise ValueError('a line after the last')
+        if 'end' in line:
+            self._last = {**line, 'end': line['end'] if line['end'] in BODY_ENDS else None, 'outcome': str(line['outcome'])}
+            self.marks['end'] = self.clock.start + ms
+            return None
+        data = line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True)
+        return self.marks['head'] + ms, data
 
 
 def _error_message(text: str) -> str:
@@ -2628,6 +2863,9 @@ def _error_message(text: str) -> str:
     return value if isinstance(value, str) else _dumps(value)
 
 
+LOOKS_RIGHT = 'looks like an event stream all the same'
+
+
 def _looks_like(excerpt: str) -> str:
     start = re.sub(r'^(?: |\\x0[ad])+', '', excerpt)
     if not excerpt:
@@ -2637,7 +2875,7 @@ def _looks_like(excerpt: str) -> str:
     if re.match('<(!doctype|html|head|body|title)', start, re.IGNORECASE):
         return 'is HTML'
     if re.match(r'(data|event|id|retry)?:', start):
-        return 'looks like an event stream all the same'
+        return LOOKS_RIGHT
     if not start.startswith(('{', '[')):
         return 'is text'
     if '"chat.completion"' in excerpt:
@@ -2647,9 +2885,9 @@ def _looks_like(excerpt: str) -> str:
 
 def build_record(run: ChatStream) -> dict[str, Any]:
     """The evidence record of a run, as it stands: contract of its keys in the README. Pure: reads the run, writes nothing."""
-    chat, failure, o = run.chat, run.failure, run.options
+    chat, failure = run.chat, run.failure
     tunnelled = {'connected': run.tunnel.opened_at} if run.tunnel and run.tunnel.opened_at else {}
-    ms = {k: round((v - run.clock.start) * 1000, 3) for k, v in {**run.marks, **tunnelled}.items()}
+    ms = {k: round((v - run.clock.start) * 1000, 3) for k, v in {**run.marks, **tunnelled}.items()} if run.timed else {}
     quote = run.secret.quote
     shown = None if failure is None else {
         'code': failure.code, 'boundary': failure.boundary, 'message': failure.message, 'hint': failure.hint,
@@ -2657,11 +2895,10 @@ def build_record(run: ChatStream) -> dict[str, Any]:
     answered = None if chat.id is None else quote(chat.id, 200)
     response = {
         **run.response, 'id': answered, 'model': None if chat.model is None else quote(chat.model, 200),
-        'id_carries_run_id': None if answered is None else run.run_id in str(chat.id), 'server_error': chat.server_error,
+        'id_carries_run_id': run.run_id in str(chat.id) if answered is not None and run.run_id else None,
+        'server_error': chat.server_error,
         'system_fingerprint': None if chat.system_fingerprint is None else quote(chat.system_fingerprint, 200),
     }
-    sampling = run.sampling if len(_dumps(run.sampling)) <= 4096 else {
-        'sha256': hashlib.sha256(_dumps(run.sampling).encode()).hexdigest()}
     record: dict[str, Any] = {
         'ok': failure is None,
         'outcome': failure.code if failure else 'passed',
@@ -2678,24 +2915,16 @@ def build_record(run: ChatStream) -> dict[str, Any]:
         'schema_version': SCHEMA_VERSION,
         'failure': shown,
         'warnings': [{'code': k, 'count': n, 'message': warning_text(k)} for k, n in chat.warnings.items()],
-        'request': {
-            'url': run.target.url, 'path_taken': 'ssh' if o['ssh'] else 'connect-to' if o['connect_to'] else 'direct',
-            'connect_to': o['connect_to'], 'ssh': o['ssh'], 'run_id': run.run_id,
-            'policy': {'accept_finish': list(dict.fromkeys(('stop', *run.policy.accept_finish))),
-                       'tolerate': list(run.policy.tolerate), 'fail_on': list(run.policy.fail_on)},
-            'messages_sha256': run.messages_sha256, 'messages_bytes': run.messages_bytes,
-            'limits': {name: o[name] for name in LIMITS},  # type: ignore[literal-required]  # names from LIMITS
-            'clocks_s': {name: o[name] for name in CLOCKS},  # type: ignore[literal-required]  # names from CLOCKS
-            'sampling': sampling},
+        'request': run.asked(),
         'response': response,
         'marks_ms': {name: ms.get(name) for name in ('resolved', 'connected', 'secured', 'sent', 'head', 'first_byte',
                      'first_event', 'first_reasoning', 'first_text', 'last_text', 'finish', 'done', 'end')},
         'delivery': {
-            'bytes': run.framed.bytes if run.framed else 0, 'reads': run.reads, 'events': chat.seen,
+            'bytes': run.framed.bytes if run.framed else 0, 'reads': run.reads if run.timed else None, 'events': chat.seen,
             'comments': chat.events.comments,
-            'unknown_fields': chat.events.unknown_fields, 'content_reads': run.content_reads,
+            'unknown_fields': chat.events.unknown_fields, 'content_reads': run.content_reads if run.timed else None,
             'reasoning_events': chat.reasoning_events, 'reasoning_chars': chat.reasoning_chars,
-            'longest_gap_ms': round(run.longest_gap * 1000, 3), 'body_end': run.body_end,
+            'longest_gap_ms': round(run.longest_gap * 1000, 3) if run.timed else None, 'body_end': run.body_end,
             'body_sha256': run.digest.hexdigest(), 'buffered': _buffered(chat, run.content_reads, ms)},
         'usage': dict(chat.usage) if chat.usage_seen else None,
         'client': client_facts(),
@@ -2703,20 +2932,21 @@ def build_record(run: ChatStream) -> dict[str, Any]:
         'label': run.label,
         'notes': run.notes,
         'synthetic': run.synthetic,
+        'input': run.judged(),
     }
     for own in ('model', 'error', 'label', 'notes'):
         record[own] = run.secret.mask_all(record[own])
-    for name in ('url', 'connect_to', 'ssh', 'run_id', 'sampling'):
+    for name in record['request'].keys() & {'url', 'connect_to', 'ssh', 'run_id', 'sampling'}:
         record['request'][name] = run.secret.mask_all(record['request'][name])
     if shown:
         shown['message'] = record['error']
-    record['text'], record['event_gaps_ms'] = chat.text, run.gaps
+    record['text'], record['event_gaps_ms'] = chat.text, run.gaps if run.timed else []
     return record
 
 
 def _buffered(chat: ChatCompletion, content_reads: int, ms: Mapping[str, float]) -> bool | None:
     """Whether something between engine and client held the text back: it came in few reads, late, after a second or more."""
-    if chat.content_events < 4 or 'finish' not in ms:
+    if chat.content_events < 4 or not {'sent', 'finish'} <= ms.keys():
         return None
     span = ms['finish'] - ms['sent']
     late = ms['first_text'] - ms['sent'] > 0.8 * span
@@ -2867,8 +3097,9 @@ class View:
             said = f'at {failure["boundary"]}: {failure["code"]}: {failure["message"]}; hint: {failure["hint"]}'
         else:
             mark = '\x1b[32mpassed\x1b[0m' if self.colour else 'passed'
-            said = (f'{record["content_events"]} content events, first text after {record["first_text_ms"]:.0f} ms, '
-                    f'{record["duration_ms"]:.0f} ms in all')
+            said = f'{record["content_events"]} content events'
+            if record['duration_ms'] is not None:  # it is where nothing tells the times
+                said += f', first text after {record["first_text_ms"]:.0f} ms, {record["duration_ms"]:.0f} ms in all'
             if record['delivery']['buffered']:
                 said += ('; the text was held back and came at once: look at the application server, compression (gzip), '
                          "the proxy's buffering (proxy_buffering), then the reader")
@@ -2939,7 +3170,8 @@ def make_parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group()
     where.add_argument('--url', default=None, help=f'full endpoint URL (default {DEFAULT_URL})')
     where.add_argument('--fixture', metavar='MODE', help='ask the fixture instead, started inside this process')
-    add('--model', type=_utf8, help='model name; required except with --fixture')
+    where.add_argument('--input', type=_utf8, metavar='FILE', help='judge a capture, or the bytes of a body, offline; - is stdin')
+    add('--model', type=_utf8, help='model name; required except with --fixture and --input')
     add('--output', type=_utf8, metavar='FILE', help='where the record goes, created exclusively; - is stdout (default: a new name here)')
     what = parser.add_mutually_exclusive_group()
     what.add_argument('--prompt', type=_utf8, help=f'default: {DEFAULT_PROMPT}')
@@ -3005,7 +3237,31 @@ def _key(args: argparse.Namespace) -> str | None:
     return checked_key('api_key_file', key)
 
 
+def _notes(args: argparse.Namespace) -> dict[str, str]:
+    notes: dict[str, str] = {}
+    for note in args.note:
+        key, equals, value = note.partition('=')
+        if not equals or key in notes:
+            raise Refused('note', 'must be KEY=VALUE, each KEY once')
+        notes[key] = value
+    return notes
+
+
+def _recording_of(args: argparse.Namespace) -> ChatStream:
+    given = {name: value for name, value in vars(args).items() if value not in (None, False, [])}
+    odd = given.keys() - {'input', 'model', 'output', 'api_key_file', 'note', 'show_text', *RECORDED_OPTIONS}
+    if odd:
+        raise Refused(min(odd), 'says nothing with --input')
+    if args.input == args.api_key_file == '-':
+        raise Refused('api_key_file', 'and --input cannot both be stdin')
+    options = {name: given[name] for name in RECORDED_OPTIONS if name in given}
+    source = 0 if args.input == '-' else os.fsdecode(args.input.encode())
+    return Recording(source, args.model, token=_key(args), notes=_notes(args), **options)
+
+
 def _run_of(args: argparse.Namespace, url: str) -> ChatStream:
+    if args.input is not None:
+        return _recording_of(args)
     options: dict[str, Any] = {k: v for k, v in vars(args).items() if k in DEFAULTS and v is not None}
     if args.fixture is not None and args.ssh is not None:
         raise Refused('ssh', 'and --fixture exclude each other')
@@ -3020,16 +3276,10 @@ def _run_of(args: argparse.Namespace, url: str) -> ChatStream:
         options['extra_body'] = _json_argument('extra_body', args.extra_body)
         if not isinstance(options['extra_body'], dict):
             raise Refused('extra_body', 'must be a JSON object')
-    notes: dict[str, str] = {}
-    for note in args.note:
-        key, equals, value = note.partition('=')
-        if not equals or key in notes:
-            raise Refused('note', 'must be KEY=VALUE, each KEY once')
-        notes[key] = value
     model = 'fixture' if args.model is None and args.fixture is not None else args.model
     if model is None:
         raise Refused('model', 'is required')
-    return ChatStream(url, model, prompt, token=_key(args), notes=notes, **options)
+    return ChatStream(url, model, prompt, token=_key(args), notes=_notes(args), **options)
 
 
 def _start_fixture(mode: str) -> tuple[str, Any]:
@@ -3085,10 +3335,10 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
     finally:
         signals.disarm()
     if args.output is None:
-        args.output = f'stream-{re.sub("[:-]", "", run.started_at)}-{os.urandom(4).hex()}.json'
+        args.output = f'stream-{time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())}-{os.urandom(4).hex()}.json'
     try:
         if args.capture is not None:
-            run.capture = Capture(os.fsdecode(args.capture.encode()), run.secret)
+            run.capture = Capture(os.fsdecode(args.capture.encode()), run.secret, 4 * run.options['max_stream_bytes'])
         evidence = Evidence(os.fsdecode(args.output.encode()), to_json(run.record)) if args.output != '-' else None
     except Refused as exc:
         if run.capture:
@@ -3098,6 +3348,13 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
     return args, run, evidence, fixture
 
 
+def _refuse(exc: Refused) -> int:
+    flag = 'messages_file' if exc.argument == 'messages' else exc.argument
+    flag = flag if flag in (KEY_VARIABLE, 'arguments') else '--' + flag.lstrip('-').replace('_', '-')
+    put(sys.stderr, f'stream_client.py: {escaped(flag)}: {escaped(exc.message)}\n')
+    return 2
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status (0, 1, 2, 3 or 128 + a signal's number)."""
     _claim_standard_fds()
@@ -3105,10 +3362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, run, evidence, fixture = _prepared(argv, signals)
     except Refused as exc:
-        flag = 'messages_file' if exc.argument == 'messages' else exc.argument
-        flag = flag if flag in (KEY_VARIABLE, 'arguments') else '--' + flag.lstrip('-').replace('_', '-')
-        put(sys.stderr, f'stream_client.py: {escaped(flag)}: {escaped(exc.message)}\n')
-        return 2
+        return _refuse(exc)
     except MemoryError:
         put(sys.stderr, 'stream_client.py: arguments: more than the memory holds\n')
         return 2
@@ -3116,7 +3370,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         put(sys.stderr, f'stream_client.py: {exc} before anything was sent\n')
         return 128 + exc.number
     view = View(sys.stderr, args.show_text or args.fixture is not None or _is_terminal(sys.stderr))
-    number = _carry_out(run, signals, view)
+    try:
+        number = _carry_out(run, signals, view)
+    except Refused as exc:  # a capture that is malformed further on
+        if evidence:
+            evidence.drop()
+        return _refuse(exc)
     if fixture is not None:
         fixture.shutdown()
         fixture.server_close()

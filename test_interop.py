@@ -1411,8 +1411,8 @@ class Runner:
         succeeded = True
         for step in steps:
             kept = contexts.setdefault('steps', {}).setdefault(step.get('id', object()), {'outputs': {}, 'outcome': 'skipped'})
-            condition = step.get('if', 'always()')
-            if (succeeded or 'always()' in step.get('if', '')) and evaluated(condition, contexts):
+            condition = step.get('if', '')
+            if (succeeded or 'always()' in condition) and (not condition or evaluated(condition, contexts)):
                 passed = self.step(step, contexts, kept['outputs'])
                 kept['outcome'] = 'success' if passed else 'failure'
                 succeeded = succeeded and (passed or step.get('continue-on-error', False))

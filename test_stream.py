@@ -62,6 +62,7 @@ from stream_client import (
     stream,
     strict_json,
 )
+from stream_report import SCHEMA, invalid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -240,10 +241,15 @@ def invariant(record: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+RECORD_SCHEMA: Any = None  # where jsonschema is installed, it judges every record too
+if importlib.util.find_spec('jsonschema'):
+    import jsonschema
+
+    RECORD_SCHEMA = jsonschema.Draft202012Validator(SCHEMA)
 RECORD_KEYS = {
     'ok', 'model', 'text', 'first_text_ms', 'duration_ms', 'content_events', 'event_gaps_ms', 'finish_reason', 'done',
     'completion_tokens', 'error', 'schema_version', 'outcome', 'failure', 'warnings', 'request', 'response', 'marks_ms',
-    'delivery', 'usage', 'client', 'started_at', 'label', 'notes', 'synthetic',
+    'delivery', 'usage', 'client', 'started_at', 'label', 'notes', 'synthetic', 'input',
 }
 
 
@@ -259,9 +265,17 @@ def check_record(case: unittest.TestCase, record: dict[str, Any]) -> None:
         case.assertEqual(record['failure']['hint'], kind.hint)
         case.assertIn(record['failure']['boundary'], [kind.boundary] if kind.boundary else stream_client.BOUNDARIES)
     else:
-        case.assertTrue(record['done'] or record['request']['policy']['tolerate'])
-        case.assertIn(record['finish_reason'], record['request']['policy']['accept_finish'])
-    case.assertEqual(len(record['event_gaps_ms']), max(0, record['content_events'] - 1))
+        policy = (record['input'] or record['request'])['policy']
+        case.assertTrue(record['done'] or policy['tolerate'])
+        case.assertIn(record['finish_reason'], policy['accept_finish'])
+    case.assertEqual(record['input'] is None, bool(record['request']))
+    if record['input'] and record['input']['kind'] == 'body':
+        case.assertEqual((set(record['marks_ms'].values()), record['event_gaps_ms'], record['duration_ms']), ({None}, [], None))
+    else:
+        case.assertEqual(len(record['event_gaps_ms']), max(0, record['content_events'] - 1))
+    case.assertIsNone(invalid(record, SCHEMA))
+    if RECORD_SCHEMA is not None:
+        RECORD_SCHEMA.validate(record)
     for warning in record['warnings']:
         case.assertEqual(set(warning), {'code', 'count', 'message'})
     marks = [record['marks_ms'][k] for k in ('resolved', 'connected', 'secured', 'sent', 'head', 'first_byte', 'first_event', 'done', 'end')]
@@ -272,6 +286,13 @@ def check_record(case: unittest.TestCase, record: dict[str, Any]) -> None:
 def plain(record: dict[str, Any]) -> tuple[Any, ...]:
     """The facts of the original interface."""
     return tuple(record[k] for k in ('ok', 'text', 'finish_reason', 'done', 'completion_tokens'))
+
+
+def judged_offline(source: str | int, model: str | None = None, **options: Any) -> dict[str, Any]:
+    """The record of a recorded body."""
+    with stream_client.Recording(source, model, **options) as answer:
+        list(answer)
+    return answer.record
 
 
 # --- wire to body -------------------------------------------------------------------------------------------------------
@@ -1188,15 +1209,25 @@ class CatalogueTest(unittest.TestCase):
     def test_every_mode(self) -> None:
         with contextlib.ExitStack() as stack:
             urls = [stack.enter_context(fixture(delay=0.01, fragment=f, seed=7)) for f in (None, 1, 'random')]
+            here = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             waiting = stack.enter_context(concurrent.futures.ThreadPoolExecutor(90))  # they mostly sleep
             working = stack.enter_context(concurrent.futures.ThreadPoolExecutor(3))
 
-            def one(name: str, url: str, deadline: float) -> tuple[dict[str, Any], float]:
+            def one(name: str, url: str, deadline: float) -> tuple[dict[str, Any], dict[str, Any], float]:
                 start = time.monotonic()
                 most = 4_000_000 if fixture_server.MODES[name].expect == 'body_too_large' else stream_client.MAX_STREAM_BYTES
-                record = stream(url, f'mode:{name}', 'p', idle=self.IDLE, deadline=deadline, token=KEY, run_id='run', max_stream_bytes=most)
-                return record, time.monotonic() - start
+                run = ChatStream(url, f'mode:{name}', 'p', idle=self.IDLE, deadline=deadline, token=KEY, run_id='run', max_stream_bytes=most)
+                capture = here / f'{name}-{urls.index(url)}'
+                run.capture = stream_client.Capture(str(capture), run.secret, 4 * most)
+                with run:
+                    list(run)
+                seconds = time.monotonic() - start
+                with working_offline:
+                    again = judged_offline(str(capture), run.model, token=KEY, max_stream_bytes=most)
+                capture.unlink()
+                return run.record, again, seconds
 
+            working_offline = threading.Lock()  # the clocks of the others are real
             answers = {}
             for name, mode in fixture_server.MODES.items():  # the deadline is for those that are about time, on a busy machine too
                 pool, deadline = (waiting, self.DEADLINE) if mode.group == 'time' else (working, 60.0)
@@ -1204,9 +1235,10 @@ class CatalogueTest(unittest.TestCase):
             done = {name: [f.result() for f in three] for name, three in answers.items()}
         for name, three in done.items():
             mode = fixture_server.MODES[name]
-            for record, seconds in three:
+            for record, again, seconds in three:
                 with self.subTest(name):
                     check_record(self, record)
+                    self.assert_same(record, again)
                     self.assertEqual(record['outcome'], mode.expect, record['error'])
                     if mode.text is not None:
                         self.assertEqual(record['text'], mode.text)
@@ -1217,6 +1249,26 @@ class CatalogueTest(unittest.TestCase):
                     self.assertNotIn('0123456789', json.dumps(record))
                     if not name.startswith(('endless-', 'drip-')):  # where those end is a matter of time
                         self.assertEqual(invariant(record), invariant(three[0][0]))
+
+    def assert_same(self, live: dict[str, Any], again: dict[str, Any]) -> None:
+        """A capture judged offline says what the live run said; what only the request tells is warned of in the live run alone."""
+        check_record(self, again)
+        told: list[dict[str, Any]] = [{**r, **{f'delivery.{k}': v for k, v in r['delivery'].items() if k not in ('body_sha256', 'buffered', 'longest_gap_ms')},
+                 'response': {**r['response'], **dict.fromkeys(('http_version', 'interim', 'peer', 'body_excerpt', 'id_carries_run_id'))},
+                 'failure': r['failure'] and (r['failure']['code'], r['failure']['boundary'], r['failure']['event']),
+                 'warnings': [w for w in r['warnings'] if w['code'] not in ('no_usage', 'max_tokens_exceeded')]} for r in (live, again)]
+        times = [[*(r['marks_ms'][k] for k in ('head', 'first_byte', 'first_event', 'first_text', 'last_text', 'finish', 'done')),
+                  *r['event_gaps_ms']] for r in (live, again)]
+        for one, other in zip(*times, strict=True):
+            self.assertTrue(one is other is None or abs(one - other) < 0.01, times)  # a read's time counts from the head there
+        for left in ('model', 'request', 'delivery', 'input', 'client', 'duration_ms', 'first_text_ms', 'event_gaps_ms', 'marks_ms'):
+            for r in told:
+                r.pop(left)
+        if live['response']['status'] is None:  # no head, so the capture tells nothing but the end
+            for r in told:
+                r.pop('synthetic')
+        live_told, again_told = (json.loads(re.sub(r'\*{9,}', '[key]', json.dumps(r))) for r in told)
+        self.assertEqual(live_told, again_told)
 
     def test_the_catalogue_is_in_order(self) -> None:
         seen: dict[tuple[Any, ...], str] = {}
@@ -2532,10 +2584,10 @@ class FixtureTest(Directory):
         escaped_key = json.dumps(KEY)[1:-1].encode()
         for at in range(raw.index(escaped_key) - 1, raw.index(escaped_key) + len(escaped_key) + 1, 4):
             name = self.here / str(at)
-            capture = stream_client.Capture(str(name), Secret(KEY))
+            capture = stream_client.Capture(str(name), Secret(KEY), 1_000_000)
             for n, piece in enumerate(cut(raw, [at, at + 2])):
                 capture.read(float(n), piece)
-            capture.end({'duration_ms': 3.0, 'delivery': {'body_end': 'closed'}, 'outcome': 'passed'})
+            capture.end({'started_at': '2026-11-30T00:00:00Z', 'duration_ms': 3.0, 'delivery': {'body_end': 'closed'}, 'outcome': 'passed', 'failure': None, 'error': None})
             kept = b''.join(json.loads(line).get('text', '').encode() for line in name.read_text().splitlines())
             self.assertEqual((len(kept), KEY.encode() in kept, b'0123456789' in kept), (len(raw), False, False))
 
