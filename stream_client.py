@@ -2729,7 +2729,6 @@ class Recording(ChatStream):
         self.marks['head'] = self.clock.start
         try:
             for at, raw in self._reads():
-                self.marks['end'] = at
                 data = body.feed(raw)
                 if self.chat.done:
                     self._count(data, at)
@@ -2811,6 +2810,8 @@ class Recording(ChatStream):
                 number += 1
                 try:
                     found = self._line(number, strict_json(line.decode()))
+                except Refused:
+                    raise
                 except (ValueError, KeyError, TypeError, AttributeError):
                     if not piece:  # cut: its writer was killed
                         return
@@ -2828,7 +2829,7 @@ class Recording(ChatStream):
         if number == 1:
             if line['capture'] != 1:
                 raise Refused('input', 'is a capture of a later version')
-            self.marks['head'] = self.marks['end'] = self.clock.start + ms
+            self.marks['head'] = self.marks['end'] = self.clock.start + ms  # the end is where the capture has come to
             status, synthetic, began = line['status'], line.get('synthetic'), line.get('started_at')
             fields = {k: self.secret.quote(str(v)) for k, v in line['headers'].items() if k in RECORDED_FIELDS}
             self.response.update(status=status if _count(status) else None, headers=None if status is None else fields)
@@ -2841,10 +2842,16 @@ class Recording(ChatStream):
             raise ValueError('a line after the last')
         if 'end' in line:
             self._last = {**line, 'end': line['end'] if line['end'] in BODY_ENDS else None, 'outcome': str(line['outcome'])}
-            self.marks['end'] = self.clock.start + ms
+            self._passed(self.clock.start + ms)
             return None
+        self._passed(self.marks['head'] + ms)
         data = line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True)
-        return self.marks['head'] + ms, data
+        return self.marks['end'], data
+
+    def _passed(self, at: float) -> None:
+        if at < self.marks['end']:
+            raise ValueError('time runs backwards')
+        self.marks['end'] = at
 
 
 def _error_message(text: str) -> str:

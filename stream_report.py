@@ -70,8 +70,8 @@ _RESPONSE = _object({
     'peer': _or_null(_TEXT), 'tls_version': _or_null(_TEXT), 'certificate_sha256': _or_null(_SHA256),
     'certificate_expires': _or_null(_UTC), 'server_error': _or_null(_TEXTS), 'body_excerpt': _or_null(_TEXT)})
 _DELIVERY = _object({
-    **dict.fromkeys(('bytes', 'reads', 'events', 'comments', 'unknown_fields', 'content_reads', 'reasoning_events',
-                     'reasoning_chars'), _COUNT),
+    **dict.fromkeys(('bytes', 'events', 'comments', 'unknown_fields', 'reasoning_events', 'reasoning_chars'), _COUNT),
+    'reads': _or_null(_COUNT), 'content_reads': _or_null(_COUNT),
     'longest_gap_ms': _or_null(_TIME), 'body_end': {'enum': ['last_chunk', 'length', 'closed', 'open', None]},
     'body_sha256': _SHA256, 'buffered': _or_null(_FLAG)})
 SCHEMA: dict[str, Any] = {

@@ -1440,7 +1440,7 @@ class FailureCodeTest(unittest.TestCase):
             while '✓'.encode() not in shown:
                 shown += os.read(process.stderr.fileno(), 100)
             process.send_signal(number)
-            process.communicate(timeout=10)
+            process.communicate(timeout=30)
         return subprocess.CompletedProcess([], process.returncode, Path(output).read_text(), '')
 
     def test_every_code_is_produced(self) -> None:
@@ -1743,7 +1743,7 @@ class TunnelTest(unittest.TestCase):
                         break
                     time.sleep(0.02)
                 process.send_signal(signal.SIGTERM)
-                record = json.loads(process.communicate(timeout=10)[0])
+                record = json.loads(process.communicate(timeout=30)[0])
             self.assertEqual((process.returncode, record['outcome']), (128 + signal.SIGTERM, 'interrupted'))
             self.ended()
 
@@ -2004,7 +2004,7 @@ class EvidenceTest(Directory):
             record = self.read('run.json')
             self.assertEqual((record['outcome'], record['ok'], record['text']), ('unfinished', False, ''))
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=10)
+            process.communicate(timeout=30)
         record = self.read('run.json')
         self.assertEqual((process.returncode, record['outcome'], record['error']), (130, 'interrupted', 'ended by SIGINT'))
         self.assertEqual(self.names(), ['run.json'])
@@ -2433,6 +2433,229 @@ class CommandTest(Directory):
         self.assertIn('never overwritten', done.stderr)
 
 
+class OfflineTest(Directory):
+    """``--input``: recorded bytes, judged offline. CatalogueTest holds captures of every mode against their runs."""
+
+    HEAD: ClassVar[dict[str, Any]] = {'capture': 1, 'started_at': '2026-11-30T10:00:00Z', 'ms': 5.0, 'synthetic': False, 'status': 200,
+                      'headers': {'content-type': 'text/event-stream', 'x-other': 'no'}}
+    READS: ClassVar[list[dict[str, Any]]] = [{'ms': 10.0, 'text': data(TEXT).decode()}, {'ms': 20.5, 'text': data(STOP).decode()},
+                       {'ms': 20.5, 'base64': 'ZGF0YTogW0RPTkVdCgo='}]
+    END: ClassVar[dict[str, Any]] = {'end': 'last_chunk', 'outcome': 'passed', 'boundary': None, 'error': None, 'ms': 30.0}
+
+    def judge(self, *lines: object, **options: Any) -> dict[str, Any]:
+        """A capture of these lines (a str is one as it stands), judged."""
+        path = self.here / 'capture'
+        path.write_text('\n'.join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        record = judged_offline(str(path), **options)
+        check_record(self, record)
+        return record
+
+    def left_open(self, body: bytes, *args: str) -> tuple[int, dict[str, Any]]:
+        """The command's status and record, with these bytes on a stdin that nobody closes."""
+        with subprocess.Popen([sys.executable, CLIENT, '--input', '-', '--output', '-', *args], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(), cwd=self.here) as process:
+            assert process.stdin and process.stdout
+            process.stdin.write(body)
+            process.stdin.flush()
+            record = json.loads(process.stdout.read())
+            status = process.wait(30)
+        check_record(self, record)
+        return status, record
+
+    def test_plain_bytes(self) -> None:
+        (self.here / 'body.sse').write_bytes(data(TEXT, {**STOP, 'usage': {'completion_tokens': 3}}, DONE))
+        done = run('--input', 'body.sse', '--output', 'r.json', '--label', 'old', '--note', 'from=curl', cwd=self.here)
+        record = self.read('r.json')
+        check_record(self, record)
+        self.assertEqual((done.returncode, done.stderr), (0, 'passed 1 content events; record: r.json\n'))
+        self.assertEqual(plain(record), (True, 'Hi', 'stop', True, 3))
+        self.assertEqual((record['request'], record['started_at'], record['synthetic'], record['model']), ({}, None, None, None))
+        self.assertEqual((record['label'], record['notes'], record['delivery']['reads']), ('old', {'from': 'curl'}, None))
+        self.assertEqual(record['input']['kind'], 'body')
+
+    def test_a_capture(self) -> None:
+        record = self.judge(self.HEAD, *self.READS, self.END, model='m')
+        self.assertEqual((plain(record), record['started_at']), ((True, 'Hi', 'stop', True, None), '2026-11-30T10:00:00Z'))
+        self.assertEqual((record['first_text_ms'], record['duration_ms'], record['synthetic'], record['model']), (15.0, 30.0, False, 'm'))
+        self.assertEqual({k: v for k, v in record['marks_ms'].items() if v is not None},
+                         {'head': 5.0, 'first_byte': 15.0, 'first_event': 15.0, 'first_text': 15.0, 'last_text': 15.0, 'finish': 25.5,
+                          'done': 25.5, 'end': 30.0})
+        self.assertEqual((record['response']['headers'], record['delivery']['reads']), ({'content-type': 'text/event-stream'}, 3))
+
+    def test_it_is_judged_while_it_is_written(self) -> None:
+        body = data(chunk('first '), chunk('second'), STOP, DONE)
+        at = body.index(b'second')
+        process = subprocess.Popen([sys.executable, CLIENT, '--input', '-', '--output', 'r.json', '--show-text'], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), cwd=self.here)
+        assert process.stdin and process.stderr
+        process.stdin.write(body[:at])
+        process.stdin.flush()
+        self.assertEqual(os.read(process.stderr.fileno(), 100), b'| first ')
+        self.assertEqual(self.read('r.json')['outcome'], 'unfinished')
+        self.assertEqual(process.communicate(body[at:], timeout=30)[1].partition(b'\n')[0], b'second')
+        self.assertEqual((process.returncode, self.read('r.json')['text']), (0, 'first second'))
+
+    @unittest.skipUnless(shutil.which('curl'), 'needs curl')
+    def test_behind_curl(self) -> None:
+        with fixture() as url:
+            for mode, status, outcome in (('ok', 0, 'passed'), ('broken', 1, 'no_done'), ('http-error', 1, 'not_event_stream')):
+                curl = subprocess.Popen(['curl', '-sN', '-d', json.dumps({'model': f'mode:{mode}', 'stream': True}), url], stdout=subprocess.PIPE)
+                done = run('--input', '-', '--output', '-', stdin=curl.stdout)
+                assert curl.stdout
+                curl.stdout.close()
+                curl.wait(30)
+                self.assertEqual((done.returncode, json.loads(done.stdout)['outcome']), (status, outcome))
+
+    def test_every_cut_of_a_capture_is_one(self) -> None:
+        whole = self.judge(self.HEAD, *self.READS, self.END)
+        for size in (1, 7, 64):
+            with unittest.mock.patch.object(stream_client, 'READ_BYTES', size):
+                self.assertEqual(self.judge(self.HEAD, *self.READS, self.END), whole)
+
+    def test_a_capture_whose_run_was_killed(self) -> None:
+        killed = 'the capture has no last line: its run was killed'
+        cases: list[tuple[list[object], str, str | None, str]] = [
+            ([self.HEAD], 'unfinished', killed, ''),
+            ([self.HEAD, *self.READS[:2]], 'unfinished', killed, 'Hi'),
+            ([self.HEAD, *self.READS[:1], json.dumps(self.READS[1])[:30]], 'unfinished', killed, 'Hi'),
+            ([self.HEAD, *self.READS], 'passed', None, 'Hi'),
+            ([self.HEAD, *self.READS, json.dumps(self.END)[:20]], 'passed', None, 'Hi'),
+        ]
+        for lines, outcome, error, text in cases:
+            record = self.judge(*lines)
+            self.assertEqual((record['outcome'], record['error'], record['text']), (outcome, error, text))
+
+    def test_what_no_body_shows_is_taken_from_the_last_line(self) -> None:
+        idle = {'end': None, 'outcome': 'idle_timeout', 'boundary': 'head', 'error': 'no byte', 'ms': 2005.0}
+        for reads, last, outcome, boundary, error in [
+            (1, idle | {'boundary': None}, 'idle_timeout', 'protocol', 'no byte'),
+            (2, idle | {'boundary': 'nowhere'}, 'idle_timeout', 'completion', 'no byte'),
+            (0, idle, 'idle_timeout', 'head', 'no byte'),
+            (2, {'end': None, 'outcome': 'connection_reset', 'boundary': 'tls', 'ms': 40.0}, 'connection_reset', 'framing', 'so says the capture'),
+            (2, {'end': None, 'outcome': 'body_cut', 'error': f'{KEY}\x1b[2J\n', 'ms': 40.0}, 'body_cut', 'framing', '[key]\\x1b[2J\\x0a'),
+            # It has no say in what the body shows
+            (2, self.END, 'no_done', 'completion', 'the body ended before [DONE], by its last chunk, after 2 events; finish_reason: "stop"'),
+            (2, self.END | {'end': None}, 'no_done', 'completion', 'the body ended before [DONE] after 2 events; finish_reason: "stop"'),
+            (2, self.END | {'end': 'x', 'outcome': 'later'}, 'no_done', 'completion',
+             'the body ended before [DONE] after 2 events; finish_reason: "stop"'),
+            (3, idle, 'passed', None, None),
+        ]:
+            record = self.judge(self.HEAD, *self.READS[:reads], last, token=KEY)
+            self.assertEqual((record['outcome'], record['failure'] and record['failure']['boundary'], record['error']), (outcome, boundary, error))
+        self.assertEqual([w['code'] for w in record['warnings']], ['unclean_end'])
+
+    def test_another_status_is_no_success(self) -> None:
+        record = self.judge(self.HEAD | {'status': 503}, *self.READS, self.END)
+        self.assertEqual((record['outcome'], record['text']), ('http_status', ''))
+        for status in (None, '200', 200.5):
+            record = self.judge(self.HEAD | {'status': status}, self.END | {'outcome': 'passed'})
+            self.assertFalse(record['ok'])
+
+    def test_policy_and_limits_are_those_given_now(self) -> None:
+        cases: list[tuple[dict[str, Any], str]] = [({}, 'no_done'), ({'tolerate': ['no_done']}, 'passed'), ({'max_event_chars': 5}, 'event_too_long'),
+                                                   ({'max_stream_bytes': 5}, 'body_too_large')]
+        for options, outcome in cases:
+            record = self.judge(self.HEAD, *self.READS[:2], self.END | {'outcome': 'no_done'}, **options)
+            self.assertEqual(record['outcome'], outcome)
+        self.assertEqual(record['input']['limits']['max_stream_bytes'], 5)
+        (self.here / 'plain').write_bytes(data(TEXT, STOP))
+        self.assertEqual(judged_offline(str(self.here / 'plain'), tolerate=['no_done'])['outcome'], 'no_done')  # how it ended is not known
+
+    def test_a_capture_is_bounded(self) -> None:
+        with fixture() as url:
+            answer = ChatStream(url, 'mode:ok', 'p')
+            answer.capture = stream_client.Capture(str(self.here / 'c'), answer.secret, 600)
+            with answer:
+                list(answer)
+        self.assertEqual((answer.record['ok'], [w['code'] for w in answer.record['warnings']]), (True, ['capture_incomplete']))
+        self.assertLess((self.here / 'c').stat().st_size, 1_200)
+        record = judged_offline(str(self.here / 'c'))
+        self.assertEqual((record['outcome'], record['error']), ('unfinished', 'the capture reached its bound'))
+
+    def test_what_is_no_event_stream_is_named(self) -> None:
+        for body, error in [
+            (b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n' + data(TEXT, STOP, DONE),
+             'the input begins with a status line: record the body alone (curl without -i)'),
+            (b'{"error": {"message": "no such model"}}', 'the input is JSON: "no such model"'),
+            (b'<html><title>502 Bad Gateway</title>', 'the input is HTML: "502 Bad Gateway"'),
+            (b'curl: (7) Failed to connect', 'the input is text: "curl: (7) Failed to connect"'),
+            (b'{"other": 1}\n{"other": 2}\n', 'the input is NDJSON: "{"other": 1}\\x0a{"other": 2}"'),
+        ]:
+            (self.here / 'body').write_bytes(body)
+            record = judged_offline(str(self.here / 'body'))
+            self.assertEqual((record['outcome'], record['error']), ('not_event_stream', error))
+        for body, outcome in [(b'', 'no_done'), (b': alive\n\n', 'no_done'), (b'error: {"message": "x"}\n\n', 'server_error'), (b'\x1f\x8b\x08', 'not_utf8'),
+                              (data(TEXT, STOP, DONE, DONE), 'passed'), (b'{"captu', 'not_event_stream'), (b'{"capture":', 'unfinished')]:
+            (self.here / 'body').write_bytes(body)
+            self.assertEqual(judged_offline(str(self.here / 'body'))['outcome'], outcome, body)
+
+    def test_a_malformed_capture_is_refused_and_leaves_nothing(self) -> None:
+        good = json.dumps(self.READS[0])
+        for lines, line in [
+            (['{"capture": 1}', good], 1), ([json.dumps(self.HEAD | {'headers': 7}), good], 1), ([json.dumps(self.HEAD | {'ms': -1}), good], 1),
+            ([json.dumps(self.HEAD), '{"ms": 1, "text": 7}', good], 2), ([json.dumps(self.HEAD), '{"ms": 1, "base64": "$"}', good], 2),
+            ([json.dumps(self.HEAD), '[]', good], 2), ([json.dumps(self.HEAD), '', good], 2), ([json.dumps(self.HEAD), '{"ms": NaN, "text": ""}', good], 2),
+            ([json.dumps(self.HEAD), '{"ms": "x", "text": ""}', good], 2), ([json.dumps(self.HEAD), '\udcff', good], 2),
+            ([json.dumps(self.HEAD), good, json.dumps(self.END), good, good], 4), ([json.dumps(self.HEAD), good, '{"ms": 9.9, "text": ""}', good], 3),
+            ([json.dumps(self.HEAD), good, json.dumps(self.END | {'ms': 14}), good], 3), ([json.dumps(self.HEAD), 'x' * 600_000], 2),
+        ]:
+            (self.here / 'c').write_bytes('\n'.join(lines).encode('utf-8', 'surrogateescape') + b'\n')
+            done = run('--input', 'c', '--output', 'r.json', cwd=self.here)
+            self.assertEqual((done.returncode, done.stdout, done.stderr),
+                             (2, '', f'stream_client.py: --input: is a malformed capture: line {line}\n'))
+            self.assertEqual([path.name for path in self.here.iterdir()], ['c'])
+        (self.here / 'c').write_text('{"capture": 2}\n')
+        self.assertEqual(run('--input', 'c', '--output', '-', cwd=self.here).stderr, 'stream_client.py: --input: is a capture of a later version\n')
+
+    def test_what_is_refused(self) -> None:
+        (self.here / 'body').write_bytes(data(TEXT, STOP, DONE))
+        for args, line in [
+            (['--input', 'missing'], '--input: cannot be read: No such file or directory'),
+            (['--input', '.'], '--input: cannot be read: Is a directory'),
+            (['--input', 'body', '--prompt', 'x'], '--prompt: says nothing with --input'),
+            (['--input', 'body', '--ssh', 'x'], '--ssh: says nothing with --input'),
+            (['--input', 'body', '--capture', 'x'], '--capture: says nothing with --input'),
+            (['--input', 'body', '--first-text', '1'], '--first-text: says nothing with --input'),
+            (['--input', 'body', '--url', 'http://127.0.0.1/x'], '--url: not allowed with argument --input'),
+            (['--input', '-', '--api-key-file', '-'], '--api-key-file: and --input cannot both be stdin'),
+            (['--input', 'body', '--output', 'body'], '--output: body exists and is never overwritten'),
+            (['--input', ''], '--input: cannot be read: No such file or directory'),
+        ]:
+            done = run(*args, cwd=self.here)
+            self.assertEqual((done.returncode, done.stdout, done.stderr), (2, '', f'stream_client.py: {line}\n'))
+            self.assertEqual([path.name for path in self.here.iterdir()], ['body'])
+        with self.assertRaises(TypeError):
+            stream_client.Recording(str(self.here / 'body'), connect_to='127.0.0.1:1')
+        with self.assertRaises(Refused):
+            stream_client.Recording(999)
+
+    def test_a_pipe_that_falls_silent(self) -> None:
+        for body, args, facts in [
+            (data(TEXT), ('--idle', '1'), (1, 'idle_timeout', 'Hi', None)),
+            (data(TEXT), ('--deadline', '1'), (1, 'deadline', 'Hi', None)),
+            (data(TEXT, STOP, DONE), (), (0, 'passed', 'Hi', 'open')),
+        ]:
+            status, record = self.left_open(body, *args)
+            self.assertEqual((status, record['outcome'], record['text'], record['delivery']['body_end']), facts)
+
+    def test_a_signal_ends_it(self) -> None:
+        process = subprocess.Popen([sys.executable, CLIENT, '--input', '-', '--output', 'r.json', '--show-text'], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), cwd=self.here)
+        assert process.stdin and process.stderr
+        process.stdin.write(data(TEXT))
+        process.stdin.flush()
+        self.assertEqual(os.read(process.stderr.fileno(), 100), b'| Hi')
+        process.terminate()
+        process.communicate(timeout=30)
+        record = self.read('r.json')
+        self.assertEqual((process.returncode, record['outcome'], record['text']), (128 + signal.SIGTERM, 'interrupted', 'Hi'))
+
+    def test_the_key_is_masked(self) -> None:
+        (self.here / 'body').write_bytes(data(TEXT, {'error': {'message': f'wrong key {KEY}'}}))
+        done = run('--input', 'body', '--output', '-', cwd=self.here, env={'MODEL_API_KEY': KEY})
+        self.assertEqual(json.loads(done.stdout)['error'], 'error in the stream: wrong key [key]')
+
+
 class TerminalTest(Directory):
     """On a real terminal: the text as it arrives, and not one control character of the server's."""
 
@@ -2601,7 +2824,7 @@ class FixtureTest(Directory):
             for _ in range(3):
                 stream(f'http://127.0.0.1:{port}{fixture_server.PATH}', 'm', 'p', idle=0.3, deadline=0.3)
             process.terminate()
-            logs.append(process.communicate(timeout=10)[1])
+            logs.append(process.communicate(timeout=30)[1])
         self.assertEqual(logs[0], logs[1])
         self.assertEqual(len(re.findall('^request [1-3]: mode [a-z0-9-]+$', logs[0], re.MULTILINE)), 3)
 
@@ -2613,7 +2836,7 @@ class FixtureTest(Directory):
             port = int(process.stdout.readline().rsplit(':', 1)[1])
             self.assertTrue(stream(f'http://127.0.0.1:{port}{fixture_server.PATH}', 'm', 'p')['ok'])
             process.send_signal(number)
-            _, err = process.communicate(timeout=10)
+            _, err = process.communicate(timeout=30)
             self.assertEqual((process.returncode, err), (0, ''))
         with fixture_server.server(0) as server:
             self.assertEqual((server.server_address[0], server.mode, server.delay, server.server_port), ('127.0.0.1', 'ok', 0.05, server.server_address[1]))
@@ -2786,7 +3009,7 @@ class JudgeTest(Directory):
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
         self.wait_for(lambda: (self.here / 'pid').exists() and (self.here / 'pid').read_text())
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=30)
         self.assertEqual((process.returncode, err.splitlines()[-1]), (143, b'fixture_server.py: --judge: ended by SIGTERM'))
         with self.assertRaises(ProcessLookupError):
             os.kill(int((self.here / 'pid').read_text()), 0)
