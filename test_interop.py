@@ -1,5 +1,7 @@
 """Checks through real programs: vLLM, llama-server, transformers serve, nginx, OpenSSH, TLS servers, httpx and aiohttp.
 
+Then the recipes of README's "A fleet", and the GitHub Action with its job of the workflow, step by step as a runner would.
+
     STREAM_SERVERS=DIRECTORY python3 -m unittest -v test_interop.py
 
 DIRECTORY is what ``bash .ci/servers DIRECTORY`` made; the packages are those of the dependency group ``interop``, nginx and
@@ -17,6 +19,7 @@ import concurrent.futures
 import contextlib
 import datetime as dt
 import getpass
+import hashlib
 import http.client
 import importlib.util
 import json
@@ -26,6 +29,7 @@ import shutil
 import signal
 import socket
 import ssl
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,7 +41,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import fixture_server
 from stream_client import FAILURES, ChatCompletion, StreamFailure, stream
-from test_stream import Raw, read_request, sending
+from test_stream import Directory, Raw, environment, read_request, run, sending
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -847,7 +851,7 @@ AllowTcpForwarding {forward}
 
 
 @needs(ssh=program('ssh') is not None, sshd=program('sshd') is not None, trustme=package('trustme'))
-class SshTest(InteropTest):
+class SshHost(InteropTest):
     """A real sshd on loopback with throw-away keys, in front of a fixture."""
 
     folder: ClassVar[str]
@@ -916,6 +920,10 @@ class SshTest(InteropTest):
         Path(folder, 'ssh').write_text(f'#!/bin/sh\nexec {program("ssh")} -F {folder}/config "$@"\n')
         Path(folder, 'ssh').chmod(0o755)
         return {'PATH': f'{folder}:{os.environ["PATH"]}'}
+
+
+class SshTest(SshHost):
+    """``--ssh``, ``-L``, and the file run on the host."""
 
     def ask(self, mode: str, *args: object, url: str | None = None, **kwargs: Any) -> Checked:
         return check(url or self.url, *self.options(), *args, model=f'mode:{mode}', **kwargs)
@@ -1320,6 +1328,434 @@ class DriverTest(InteropTest):
                     yield raw
 
         self.judge(lambda: aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(force_close=True)), reads)
+
+
+# --- the GitHub Action ----------------------------------------------------------------------------------------------------
+
+
+ACTION = './.github/actions/stream-check'
+
+
+def loaded(text: str) -> Any:
+    """A YAML document."""
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+def block(tag: str, words: str) -> str:
+    """The one block of README with this tag that holds these words."""
+    found = [text for text in re.findall(rf'```{tag}\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL) if words in text]
+    assert len(found) == 1, f'{len(found)} blocks of {tag} hold {words!r}'
+    return str(found[0])
+
+
+def evaluated(expression: str, contexts: dict[str, Any]) -> str | bool:
+    """An expression of the runner, as far as this repository uses any; a context that has no such member gives ''."""
+    if ' && ' in expression:
+        return all(evaluated(part, contexts) for part in expression.split(' && '))
+    if ' || ' in expression:
+        return next((value for part in expression.split(' || ') if (value := evaluated(part, contexts))), '')
+    if expression == 'always()':
+        return True
+    if expression.endswith(" != ''"):
+        return evaluated(expression.removesuffix(" != ''"), contexts) != ''
+    assert re.fullmatch(r'(inputs|env|steps|secrets|matrix)(\.[\w-]+)+', expression), expression
+    found: Any = contexts
+    for name in expression.split('.'):
+        found = found.get(name, {})
+    return str(found or '')
+
+
+def filled(text: object, contexts: dict[str, Any]) -> str:
+    """A value of a step, with its expressions replaced."""
+    return re.sub(r'\$\{\{ (.*?) \}\}', lambda found: str(evaluated(found[1], contexts)), str(text))
+
+
+def obeyed(log: str) -> list[str]:
+    """The commands that the runner would take from a log: at the start of a line, or as ##[...] anywhere, until it is told to stop."""
+    taken, token = [], ''
+    for line in log.splitlines():
+        found = re.match(r'\s*::([\w-]+)(?: [^:]*)?::(.*)', line) or re.search(r'##\[([\w-]+)[^\]]*\](.*)', line)
+        if found and token:
+            token = '' if found[1] == token else token
+        elif found and found[1] == 'stop-commands':
+            token = found[2]
+        elif found:
+            taken.append(found[1])
+    return taken
+
+
+class Runner:
+    """The part of GitHub's runner that the action and its job need.
+
+    ``run`` takes steps in their order, fills in expressions, gives scripts to bash as the runner does, reads GITHUB_OUTPUT, and
+    goes into the action; what it would upload, print and show in the summary is kept in ``uploads``, ``log`` and ``summary``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = ''
+        self.uploads: dict[str, bytes | None] = {}
+        self.sessions: list[int] = []
+        self.files = {name: folder / name.lower() for name in ('GITHUB_OUTPUT', 'GITHUB_STEP_SUMMARY', 'RUNNER_TEMP')}
+        self.files['RUNNER_TEMP'].mkdir()
+        self.files['GITHUB_STEP_SUMMARY'].touch()
+
+    @property
+    def summary(self) -> str:
+        return self.files['GITHUB_STEP_SUMMARY'].read_text()
+
+    def run(self, steps: list[dict[str, Any]], contexts: dict[str, Any]) -> bool:
+        """Run steps, whose outcomes and outputs go to ``contexts['steps']``; whether none failed."""
+        succeeded = True
+        for step in steps:
+            kept = contexts.setdefault('steps', {}).setdefault(step.get('id', object()), {'outputs': {}, 'outcome': 'skipped'})
+            condition = step.get('if', '')
+            if (succeeded or 'always()' in condition) and (not condition or evaluated(condition, contexts)):
+                passed = self.step(step, contexts, kept['outputs'])
+                kept['outcome'] = 'success' if passed else 'failure'
+                succeeded = succeeded and (passed or step.get('continue-on-error', False))
+        return succeeded
+
+    def step(self, step: dict[str, Any], contexts: dict[str, Any], outputs: dict[str, str]) -> bool:
+        env = {**contexts.get('env', {}), **{name: filled(value, contexts) for name, value in step.get('env', {}).items()}}
+        values = {name: filled(value, contexts) for name, value in step.get('with', {}).items()}
+        if 'run' in step:
+            return self.script(step, env, contexts.get('action_path', ''), outputs)
+        if step['uses'] == ACTION:
+            return self.action(values, env, outputs)
+        name = step['uses'].partition('@')[0]
+        if name == 'actions/upload-artifact':
+            path = Path(values['path'])
+            assert values['name'] not in self.uploads, 'the artifact exists'
+            assert path.exists() or values['if-no-files-found'] == 'ignore', path
+            self.uploads[values['name']] = path.read_bytes() if path.exists() else None
+        return name in ('actions/upload-artifact', 'actions/checkout')
+
+    def action(self, values: dict[str, str], env: dict[str, str], outputs: dict[str, str]) -> bool:
+        """The steps of the action, with inputs from its caller; what is no input of it is an error."""
+        action = loaded((ROOT / ACTION / 'action.yml').read_text())
+        inputs = {name: given.get('default', '') for name, given in action['inputs'].items()}
+        assert not values.keys() - inputs.keys(), values
+        contexts = {'inputs': inputs | values, 'env': env, 'action_path': str(ROOT / ACTION)}
+        passed = self.run(action['runs']['steps'], contexts)
+        outputs.update({name: filled(output['value'], contexts) for name, output in action['outputs'].items()})
+        return passed
+
+    def script(self, step: dict[str, Any], env: dict[str, str], action_path: str, outputs: dict[str, str]) -> bool:
+        file = self.folder / 'script'
+        file.write_text(step['run'])
+        self.files['GITHUB_OUTPUT'].write_text('')
+        words = ['--noprofile', '--norc', '-eo', 'pipefail'] if step.get('shell') == 'bash' else ['-e']
+        ran = subprocess.Popen(['bash', *words, file], cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(
+                                   GITHUB_ACTION_PATH=action_path, **{name: str(path) for name, path in self.files.items()}, **env))
+        self.sessions.append(ran.pid)
+        self.log += ''.join(ran.communicate(timeout=60))  # the runner reads both at once: stderr may come later than it was written
+        outputs.update(re.findall('(?m)^(.*?)=(.*)$', self.files['GITHUB_OUTPUT'].read_text()))
+        return ran.returncode == 0
+
+    def clean_up(self) -> None:
+        """At the end of a job the runner ends what its steps left in the background."""
+        for process in processes():
+            if process.session in self.sessions:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+
+@needs(yaml=package('yaml'), shellcheck=program('shellcheck') is not None)
+class ActionTest(InteropTest, Directory):
+    """The GitHub Action's own steps, run as a runner would."""
+
+    url: ClassVar[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        started, port = fixture_program()
+        served_by_class(cls, started)
+        cls.url = url_of(port)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.runner = Runner(self.here)
+        self.addCleanup(self.runner.clean_up)
+
+    def asked(self, **values: str) -> tuple[bool, dict[str, str]]:
+        """The action with these inputs (_ for -) in a job that has a key if there is ``job_key``: whether it succeeded, and its outputs."""
+        outputs: dict[str, str] = {}
+        env = {'MODEL_API_KEY': values.pop('job_key')} if 'job_key' in values else {}
+        given = {'url': self.url} | {name.replace('_', '-'): value for name, value in values.items()}
+        return self.runner.action(given, env, outputs), outputs
+
+    def record(self, outputs: dict[str, str]) -> dict[str, Any]:
+        """The record, which was uploaded as it is."""
+        name, uploaded = list(self.runner.uploads.items())[-1]
+        path = Path(outputs['record'])
+        self.assertEqual((path.parent, path.read_bytes()), (self.here / 'runner_temp' / 'stream-records', uploaded))
+        found: dict[str, Any] = json.loads(uploaded or b'')
+        return found | {'artifact': name}
+
+    def test_a_whole_answer(self) -> None:
+        passed, outputs = self.asked(model='mode:ok', prompt='Say it.', max_tokens='7', idle='3', deadline='9', label='nightly',
+                                     args='--note=image=vllm\n\n--first-text=4\n--deadline=1\n')
+        self.assertTrue(passed, self.runner.log)
+        self.assertEqual({**outputs, 'record': ''}, {'record': '', 'ok': 'true', 'outcome': 'passed', 'exit-status': '0'})
+        record = self.record(outputs)
+        self.assertEqual((record['label'], record['notes'], record['model'], record['text']), ('nightly', {'image': 'vllm'}, 'mode:ok', 'READY ✓'))
+        self.assertEqual(record['request']['clocks_s'], {'idle': 3, 'deadline': 9, 'first_text': 4, 'stall': None})
+        self.assertEqual(record['request']['sampling']['max_tokens'], 7)
+        self.assertEqual(record['artifact'], Path(outputs['record']).stem)
+        self.assertIn('1 of 1 runs passed', self.runner.summary)
+        self.assertEqual(obeyed(self.runner.log), [])
+
+    def test_a_failure_fails_after_record_and_summary(self) -> None:
+        passed, outputs = self.asked(model='mode:broken', artifact='mine')
+        self.assertFalse(passed)
+        self.assertEqual({**outputs, 'record': ''}, {'record': '', 'ok': 'false', 'outcome': 'no_done', 'exit-status': '1'})
+        record = self.record(outputs)
+        self.assertEqual((record['outcome'], record['artifact']), ('no_done', 'mine'))
+        self.assertIn('0 of 1 runs passed', self.runner.summary)
+        self.assertEqual(obeyed(self.runner.log), ['error'])
+
+    def test_a_refusal_keeps_nothing(self) -> None:
+        for values in ({'model': ''}, {'model': 'm', 'idle': 'soon'}, {'model': 'm', 'args': '--no-such-flag'}, {'model': 'm', 'ca_file': 'none.pem'},
+                       {'model': 'm', 'args': '--fixture=ok'}):
+            with self.subTest(values=values):
+                passed, outputs = self.asked(**values)
+                self.assertEqual((passed, {**outputs, 'record': ''}), (False, {'record': '', 'ok': '', 'outcome': '', 'exit-status': '2'}))
+                self.assertIn('stream_client.py: ', self.runner.log)
+                self.assertIn('no record was kept (exit status 2)', self.runner.summary)
+        self.assertEqual(set(self.runner.uploads.values()), {None})
+        passed, outputs = self.asked(model='m', args='--version')  # exit status 0 is not enough
+        self.assertEqual((passed, outputs['ok'], outputs['exit-status']), (False, '', '0'))
+
+    def test_a_runner_without_a_temporary_folder(self) -> None:
+        (self.here / 'runner_temp').rmdir()
+        (self.here / 'runner_temp').touch()
+        self.assertEqual(self.asked(model='mode:ok'), (False, {'record': '', 'ok': '', 'outcome': '', 'exit-status': ''}))
+        self.assertIn('no record was kept (exit status unknown)', self.runner.summary)
+
+    def test_a_cancelled_run_keeps_its_record(self) -> None:
+        records = self.here / 'runner_temp' / 'stream-records'
+
+        def cancel() -> None:
+            eventually(lambda: list(records.glob('*.json')), 30, 'the client has begun')
+            self.runner.clean_up()
+
+        canceller = threading.Thread(target=cancel)
+        canceller.start()
+        passed, outputs = self.asked(model='mode:stall-after-text', idle='30')
+        canceller.join()
+        self.assertEqual((passed, {**outputs, 'record': ''}), (False, {'record': '', 'ok': '', 'outcome': '', 'exit-status': ''}))
+        self.assertEqual(self.record(outputs)['outcome'], 'unfinished')
+        self.assertIn('0 of 1 runs passed', self.runner.summary)
+
+    def test_no_input_becomes_shell_text_a_flag_or_an_output(self) -> None:
+        hostile = ('$(touch x)', '`touch x`', '"; touch x; "', "'; touch x; '", '$IFS;touch${IFS}x', '${{ github.token }}', '*', '~', r'\n\$(touch x)', '-h',
+                   '--version', '--output=x', '-', 'a\nok=true\nexit-status=0', '::error::x', '##[add-mask]READY', '; touch x', '$(<script)')
+        for model, prompt, label in zip(*(hostile[at::3] for at in range(3)), strict=True):
+            with self.subTest(values=(model, prompt, label)):
+                passed, outputs = self.asked(model=model, prompt=prompt, label=label, args='--output=x\n--label=x\n--url=http://127.0.0.1:9/')
+                self.assertTrue(passed, self.runner.log)
+                record = self.record(outputs)
+                self.assertEqual((record['model'], record['label'], record['request']['url']), (model, label, self.url))
+                messages = json.dumps([{'role': 'user', 'content': prompt}], separators=(',', ':')).encode()
+                self.assertEqual(record['request']['messages_sha256'], hashlib.sha256(messages).hexdigest())
+                self.assertEqual({**outputs, 'record': ''}, {'record': '', 'ok': 'true', 'outcome': 'passed', 'exit-status': '0'})
+        notes = {f'k{at}': value.replace('\n', '') for at, value in enumerate(hostile)}
+        passed, outputs = self.asked(model='m', args='\n'.join(f'--note={name}={value}' for name, value in notes.items()))
+        self.assertEqual((passed, self.record(outputs)['notes']), (True, notes))
+        for name in ('url', 'max-tokens', 'idle', 'deadline', 'ca-file', 'args'):
+            passed, outputs = self.asked(**{'model': 'm', name: '$(touch x)\nok=true'})
+            self.assertEqual((passed, outputs['ok'], outputs['exit-status']), (False, '', '2'), name)
+        self.assertEqual(self.names(), ['github_output', 'github_step_summary', 'runner_temp', 'script'])
+        self.assertEqual(obeyed(self.runner.log), [])
+
+    def test_what_the_server_says_is_no_command(self) -> None:
+        said = '##[add-mask]READY'
+        body = json.dumps({'error': {'message': f'{said}\n::set-output name=ok::true'}}).encode()
+        head = b'HTTP/1.1 500 no\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n' % len(body)
+        with Raw(sending(head + body)) as server:
+            passed, outputs = self.asked(url=server.url, model='m')
+        self.assertEqual((passed, outputs['outcome']), (False, 'http_status'))
+        self.assertIn(said, self.runner.log)
+        self.assertEqual(obeyed(self.runner.log), ['error'])
+        self.assertEqual(obeyed(re.sub('::stop-commands::.*', '', self.runner.log)).count('add-mask'), 2, 'obeyed() knows such a line')
+
+    def test_the_key(self) -> None:
+        cases: list[tuple[dict[str, str], str | None]] = [
+            ({'api_key': KEY}, KEY), ({'job_key': KEY}, KEY), ({'job_key': 'of-the-job', 'api_key': KEY}, KEY), ({}, None)]
+        for values, sent in cases:
+            with self.subTest(values=values), Raw(sending(b'HTTP/1.1 401 no\r\nContent-Length: 0\r\n\r\n')) as server:
+                self.asked(url=server.url, model='m', **values)
+                found = re.search(rb'Authorization: Bearer (\S+)', server.requests[0])
+                self.assertEqual(found and found[1].decode(), sent)
+        self.assertNotIn(KEY, self.runner.log + self.runner.summary + str(self.runner.uploads))
+
+    def test_the_job_of_the_workflow(self) -> None:
+        job = loaded((ROOT / '.github' / 'workflows' / 'ci.yml').read_text())['jobs']['action']
+        for name in ('fixture_server.py', 'stream_client.py'):  # what is checked out
+            (self.here / name).symlink_to(ROOT / name)
+        contexts: dict[str, Any] = {}
+        self.assertTrue(self.runner.run(job['steps'], contexts), self.runner.log)
+        self.assertEqual([contexts['steps'][name]['outcome'] for name in ('whole', 'broken')], ['success', 'failure'])
+        self.assertEqual(len(self.runner.uploads), 2)
+        contexts['steps']['broken']['outputs']['outcome'] = 'passed'
+        self.assertFalse(self.runner.run(job['steps'][-1:], contexts), 'its last step can fail')
+
+    def test_every_use_of_it_fits(self) -> None:
+        action = loaded((ROOT / ACTION / 'action.yml').read_text())
+        required = {name for name, given in action['inputs'].items() if given.get('required')}
+        for text, count in (((ROOT / '.github' / 'workflows' / 'ci.yml').read_text(), 2), (block('yaml', '/stream-check@'), 1)):
+            steps = [step for job in loaded(text)['jobs'].values() for step in job['steps']]
+            uses = [step for step in steps if 'stream-check' in step.get('uses', '')]
+            self.assertEqual(len(uses), count)
+            for step in uses:
+                self.assertEqual(step['with'].keys() - action['inputs'].keys(), set())
+                self.assertEqual(required - step['with'].keys(), set())
+                for name in re.findall(rf'steps\.{step.get("id")}\.outputs\.([\w-]+)', text):
+                    self.assertIn(name, action['outputs'])
+
+    def test_its_scripts(self) -> None:
+        action = loaded((ROOT / ACTION / 'action.yml').read_text())
+        job = loaded((ROOT / '.github' / 'workflows' / 'ci.yml').read_text())['jobs']['action']
+        scripts = [step['run'] for step in action['runs']['steps'] + job['steps'] if 'run' in step]
+        self.assertEqual(len(scripts), 5)
+        for script in scripts:
+            self.assertNotIn('${{', script)
+            ran = subprocess.run([program('shellcheck') or '', '-s', 'bash', '-'], input=script, capture_output=True, text=True, timeout=30)
+            self.assertEqual((ran.returncode, ran.stdout), (0, ''))
+
+
+# --- a fleet --------------------------------------------------------------------------------------------------------------
+
+
+@needs(yaml=package('yaml'), duckdb=package('duckdb'), kubernetes_validate=package('kubernetes_validate'), xargs=program('xargs') is not None)
+class FleetTest(SshHost, Directory):
+    """The recipes of README's "A fleet", taken from there."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        for name in ('stream_client.py', 'stream_report.py'):
+            (self.here / name).symlink_to(ROOT / name)
+        self.path = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'
+
+    def bash(self, script: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(['bash', '-c', script], cwd=self.here, env=environment(**{'PATH': self.path, **env}), stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=90)
+
+    def test_xargs_over_ssh(self) -> None:
+        script = block('sh', 'xargs -P').replace(':8000/', f':{self.fixture_port}/').replace('\npython3 stream_report', '\necho "xargs: $?"\npython3 stream_report')
+        self.path = self.configured(f'IdentityFile {self.folder}/user', 'IdentitiesOnly yes', f'UserKnownHostsFile {self.folder}/known.{self.port}.host',
+                                    f'HostKeyAlias [127.0.0.1]:{self.port}', 'StrictHostKeyChecking yes')['PATH'].replace(os.environ['PATH'], self.path)
+        good = [f'127.0.0.1:{self.port}', f'localhost:{self.port}', f'{getpass.getuser()}@127.0.0.1:{self.port}']
+        for hosts, status in (([*good, f'127.0.0.1:{free_port()}'], 123), (good, 0)):
+            (self.here / 'hosts').write_text(''.join(f'{host}\n' for host in hosts))
+            shutil.rmtree(self.here / 'records', ignore_errors=True)
+            ran = self.bash(script)
+            self.assertIn(f'xargs: {status}\n', ran.stdout, ran.stderr)
+            records = [json.loads((self.here / 'records' / f'{host}.json').read_text()) for host in hosts]
+            self.assertEqual([record['label'] for record in records], hosts)
+            self.assertEqual([record['outcome'] for record in records], ['passed'] * 3 + ['tunnel_failed'] * (len(hosts) - 3), ran.stderr)
+            self.assertEqual({record['request']['path_taken'] for record in records}, {'ssh'})
+            self.assertEqual(sum(map(int, re.findall(r'(?m)^(\d+) runs?,', ran.stdout))), len(hosts), ran.stdout)
+            self.assertEqual(ran.returncode, 0, ran.stderr)
+
+    def test_the_cron_job_is_valid(self) -> None:
+        from kubernetes_validate import utils
+
+        cron = loaded(block('yaml', 'kind: CronJob'))
+        version = utils.latest_version()
+        VERSIONS['Kubernetes'] = f'{version} (the schema of the API)'
+        utils.validate(cron, version, strict=True)
+        breaks: tuple[Callable[[dict[str, Any]], Any], ...] = (
+            lambda job: job.update(completionsMode='Indexed'), lambda job: job.update(parallelism='four'),
+            lambda job: job['template']['spec']['containers'][0].pop('name'))
+        for break_it in breaks:
+            broken = json.loads(json.dumps(cron))
+            break_it(broken['spec']['jobTemplate']['spec'])
+            with self.assertRaises(utils.ValidationError):
+                utils.validate(broken, version, strict=True)
+
+    def test_the_cron_job_keeps_the_rules_that_no_schema_tells(self) -> None:
+        job = loaded(block('yaml', 'kind: CronJob'))['spec']['jobTemplate']['spec']
+        pod = job['template']['spec']
+        self.assertEqual((pod['restartPolicy'], job['backoffLimitPerIndex'], job['completionMode']), ('Never', 0, 'Indexed'))
+        self.assertLessEqual(job['maxFailedIndexes'], job['completions'])
+        codes = {code: rule['action'] for rule in job['podFailurePolicy']['rules'] for code in rule.get('onExitCodes', {}).get('values', ())}
+        self.assertEqual(codes, {1: 'FailIndex', 2: 'FailJob', 3: 'FailIndex'})
+        conditions = [(rule['action'], pattern) for rule in job['podFailurePolicy']['rules'] for pattern in rule.get('onPodConditions', ())]
+        self.assertEqual(conditions, [('Ignore', {'type': 'DisruptionTarget', 'status': 'True'})])
+        deadline = next(int(word.removeprefix('--deadline=')) for word in pod['containers'][0]['args'] if word.startswith('--deadline='))
+        self.assertGreater(job['activeDeadlineSeconds'], deadline * -(-job['completions'] // job['parallelism']))
+        script = block('sh', 'kubectl create')
+        self.assertIn(f'configmap {pod["volumes"][0]["configMap"]["name"]} ', script)
+        secret = pod['containers'][0]['env'][0]['valueFrom']['secretKeyRef']
+        self.assertIn(f'secret generic {secret["name"]} --from-file={secret["key"]}=/dev/stdin', script)
+
+    def contained(self, model: str, index: int) -> tuple[int, str, str]:
+        """The container's command, run here: its exit status, its log and its termination message."""
+        container = loaded(block('yaml', 'kind: CronJob'))['spec']['jobTemplate']['spec']['template']['spec']['containers'][0]
+        message = self.here / 'termination-log'
+        message.touch()
+        words = [word.replace('$(JOB_COMPLETION_INDEX)', str(index)).replace('/client/', f'{self.here}/client/').replace('/dev/termination-log', str(message))
+                 for word in container['command'] + container['args']]
+        ran = subprocess.run([*(word.replace('--model=tiny', f'--model={model}') for word in words), f'--connect-to=127.0.0.1:{self.cluster_port}'],
+                             cwd='/', env={'PATH': self.path, container['env'][0]['name']: KEY}, capture_output=True, text=True, timeout=60)
+        self.assertEqual(ran.stderr, '')
+        return ran.returncode, ran.stdout, message.read_text()
+
+    def test_the_container_of_the_cron_job(self) -> None:
+        import trustme
+
+        script = block('sh', 'kubectl create')
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(f'{self.here}/ca.pem')
+        authority.issue_cert('vllm.models.svc').private_key_and_cert_chain_pem.write_to_path(f'{self.here}/chain.pem')
+        secure, self.cluster_port = fixture_program('--certificate', self.here / 'chain.pem')
+        self.served(secure)
+        (self.here / 'client').mkdir()
+        for name in re.findall(r'--from-file=([\w.]+)(?=\s|$)', script.splitlines()[0]):
+            shutil.copy(self.here / name, self.here / 'client' / name)
+        logs = ''
+        for index, (model, status, outcome, said) in enumerate((('tiny', 0, 'passed', 'passed 2 content events'), ('mode:broken', 1, 'no_done', 'FAILED at completion'))):
+            got, log, message = self.contained(model, index)
+            record = json.loads(log)
+            self.assertEqual((got, log.count('\n'), record['outcome'], record['label']), (status, 1, outcome, str(index)))
+            self.assertIn(said, message)
+            self.assertNotIn(KEY, log + message)
+            logs += log
+        got, log, message = self.contained('', 2)
+        self.assertEqual((got, log), (2, ''))
+        self.assertIn('--model: must be text', message)
+        (self.here / 'logs').write_text(logs)
+        (self.here / 'kubectl').write_text('#!/bin/sh\nexec cat logs\n')
+        (self.here / 'kubectl').chmod(0o755)
+        ran = self.bash(next(line for line in script.splitlines() if line.startswith('kubectl logs')), PATH=f'{self.here}:{self.path}')
+        self.assertEqual((ran.returncode, ran.stderr), (0, ''))
+        self.assertRegex(ran.stdout, r'(?m)^2 runs\b')
+
+    def test_duckdb(self) -> None:
+        import duckdb
+
+        VERSIONS['DuckDB'] = duckdb.__version__
+        (self.here / 'records').mkdir()
+        for at, (mode, label) in enumerate((('ok', 'a'), ('ok', 'a'), ('slow-head', 'a'), ('broken', 'a'), ('length', 'b'), ('closed-at-once', 'b'), ('ok', None))):
+            run('--fixture', mode, *(('--label', label) if label else ()), '--output', f'records/{at}.json', cwd=self.here)
+        real = json.loads((self.here / 'records' / '0.json').read_text()) | {'synthetic': False, 'first_text_ms': 1.5}
+        (self.here / 'records' / 'real.json').write_text(json.dumps(real))
+        records = [json.loads(path.read_text()) for path in (self.here / 'records').iterdir()]
+        expected = {}
+        for key in {(record['label'], record['synthetic']) for record in records}:
+            group = [record for record in records if (record['label'], record['synthetic']) == key]
+            passed = [record['first_text_ms'] for record in group if record['ok']]
+            expected[key] = (len(group), len(passed) / len(group), statistics.median(passed) if passed else None)
+        with duckdb.connect() as connection:
+            rows = connection.execute(block('sql', 'read_json').replace('records/', f'{self.here}/records/')).fetchall()
+        self.assertEqual({(label, synthetic): tuple(rest) for label, synthetic, *rest in rows}, expected)
+        self.assertEqual(expected['a', False], (1, 1.0, 1.5))
+        self.assertEqual(expected['a', True][:2], (4, 0.75))
 
 
 if __name__ == '__main__':
