@@ -1662,24 +1662,31 @@ class FleetTest(SshHost, Directory):
             self.assertEqual(sum(map(int, re.findall(r'(?m)^(\d+) runs?,', ran.stdout))), len(hosts), ran.stdout)
             self.assertEqual(ran.returncode, 0, ran.stderr)
 
-    def test_the_cron_job_is_valid(self) -> None:
+    def fleet(self) -> list[dict[str, Any]]:
+        """The Job and the CronJob, which asks the same."""
+        found: list[dict[str, Any]] = loaded(block('yaml', 'kind: CronJob'))['items']
+        self.assertEqual([item['kind'] for item in found], ['Job', 'CronJob'])
+        self.assertEqual(found[1]['spec']['jobTemplate']['spec'], found[0]['spec'])
+        return found
+
+    def test_job_and_cron_job_are_valid(self) -> None:
         from kubernetes_validate import utils
 
-        cron = loaded(block('yaml', 'kind: CronJob'))
         version = utils.latest_version()
         VERSIONS['Kubernetes'] = f'{version} (the schema of the API)'
-        utils.validate(cron, version, strict=True)
         breaks: tuple[Callable[[dict[str, Any]], Any], ...] = (
             lambda job: job.update(completionsMode='Indexed'), lambda job: job.update(parallelism='four'),
             lambda job: job['template']['spec']['containers'][0].pop('name'))
-        for break_it in breaks:
-            broken = json.loads(json.dumps(cron))
-            break_it(broken['spec']['jobTemplate']['spec'])
-            with self.assertRaises(utils.ValidationError):
-                utils.validate(broken, version, strict=True)
+        for item in self.fleet():
+            utils.validate(item, version, strict=True)
+            for break_it in breaks:
+                broken = json.loads(json.dumps(item))
+                break_it(broken['spec']['jobTemplate']['spec'] if item['kind'] == 'CronJob' else broken['spec'])
+                with self.assertRaises(utils.ValidationError):
+                    utils.validate(broken, version, strict=True)
 
-    def test_the_cron_job_keeps_the_rules_that_no_schema_tells(self) -> None:
-        job = loaded(block('yaml', 'kind: CronJob'))['spec']['jobTemplate']['spec']
+    def test_the_job_keeps_the_rules_that_no_schema_tells(self) -> None:
+        job = self.fleet()[0]['spec']
         pod = job['template']['spec']
         self.assertEqual((pod['restartPolicy'], job['backoffLimitPerIndex'], job['completionMode']), ('Never', 0, 'Indexed'))
         self.assertLessEqual(job['maxFailedIndexes'], job['completions'])
@@ -1696,7 +1703,7 @@ class FleetTest(SshHost, Directory):
 
     def contained(self, model: str, index: int) -> tuple[int, str, str]:
         """The container's command, run here: its exit status, its log and its termination message."""
-        container = loaded(block('yaml', 'kind: CronJob'))['spec']['jobTemplate']['spec']['template']['spec']['containers'][0]
+        container = self.fleet()[0]['spec']['template']['spec']['containers'][0]
         message = self.here / 'termination-log'
         message.touch()
         words = [word.replace('$(JOB_COMPLETION_INDEX)', str(index)).replace('/client/', f'{self.here}/client/').replace('/dev/termination-log', str(message))
@@ -1706,7 +1713,7 @@ class FleetTest(SshHost, Directory):
         self.assertEqual(ran.stderr, '')
         return ran.returncode, ran.stdout, message.read_text()
 
-    def test_the_container_of_the_cron_job(self) -> None:
+    def test_the_container_of_the_job(self) -> None:
         import trustme
 
         script = block('sh', 'kubectl create')

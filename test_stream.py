@@ -3494,7 +3494,7 @@ class ReadmeTest(Directory):
         self.assertEqual(flags - mentioned, set())
         fixtures = {flag for program in (FIXTURE, str(ROOT / 'bench_stream.py'))
                     for flag in re.findall(r'--[a-z][a-z-]+', run('--help', program=program).stdout)}
-        others = {'--fail', '--max-time', '--json', '--sse-keep-alive-interval', '--group', '--from', '--from-file', '--tail', '--dir'}  # curl's, vLLM's, pip's, kubectl's and gh's
+        others = {'--fail', '--max-time', '--json', '--sse-keep-alive-interval', '--group', '--from-file', '--tail', '--dir'}  # curl's, vLLM's, pip's, kubectl's and gh's
         self.assertEqual(mentioned - flags - fixtures - others, set())
 
     def test_every_key_of_the_record_is_explained(self) -> None:
