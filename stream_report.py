@@ -59,7 +59,8 @@ BINS = 24
 LOG_FROM = 20  # a distribution whose ends differ by this factor has a logarithmic axis
 DECADES = 4  # of such an axis, at most; what is less than its start is drawn there
 TICK_UNITS = 1_000  # a timeline's width in the units in which its ticks are thinned
-OWN_SCALE_BELOW = 0.1  # a run that fills less of the common axis has one of its own
+FAR = 2  # a run this many times longer than nine tenths of its label's runs has a time axis of its own
+OWN_AXIS_BELOW = 0.1  # so has one that fills less of the common axis
 
 ORIGINS = {
     'real': ('Real runs', 'Answered by a server that did not say that it is the fixture.'),
@@ -87,7 +88,7 @@ _HIDDEN_BUT_LINES = re.compile(_HIDDEN.pattern.replace('\x00-\x1f', '\x00-\x08\x
 
 CSS = """
 :root { color-scheme: light dark; --bg: #fff; --panel: #f6f7f9; --ink: #1b1f24; --soft: #545b66; --line: #d5d9df; --axis: #7a818c;
-  --good: #0b6650; --bad: #b3261e; --link: #1f4fa3; --setup: #4a5f92; --setup2: #7b8db8; --wait: #a85a08; --wait2: #cf7d12;
+  --good: #0b6650; --bad: #b3261e; --link: #1f4fa3; --setup: #4a5f92; --setup2: #7b8db8; --wait: #a85a08; --wait2: #c27209;
   --text: #0f766e; --close: #6b7280 }
 @media screen and (prefers-color-scheme: dark) { :root { --bg: #14171b; --panel: #1c2026; --ink: #e4e7eb; --soft: #a3abb7;
   --line: #353b45; --axis: #7d8694; --good: #58cfa9; --bad: #ff8f86; --link: #8fb5ff; --setup: #93a8dc; --setup2: #6378ad;
@@ -275,10 +276,11 @@ def _histogram(name: str, values: Sequence[float]) -> Iterator[str]:
 # Timelines
 
 
-def _common_scale(runs: Sequence[Run]) -> float:
-    """What most of these runs fit into, in ms; 0 when none has times."""
+def _common_axis(runs: Sequence[Run]) -> list[float]:
+    """The axis of all these runs but those that take far longer than most; empty when none has times."""
     ends = [max(times.values()) for run in runs if (times := _times(run.record))]
-    return quantile(ends, 0.9) or 0.0
+    most = quantile(ends, 0.9) or 0.0
+    return _axis(0.0, max(end for end in ends if end <= most * FAR)) if most else []
 
 
 def _ticks(record: dict[str, Any], full: float) -> str:
@@ -310,15 +312,15 @@ def _segments(record: dict[str, Any], times: dict[str, float]) -> Iterator[tuple
         start = until
 
 
-def _timeline(record: dict[str, Any], common: float, ident: str) -> Iterator[str]:
+def _timeline(record: dict[str, Any], common: Sequence[float], ident: str) -> Iterator[str]:
     """The run as a figure: phases, ticks, marks, axis, and the same in words."""
     times = _times(record)
     if not times:
         yield '<p class="soft">This record has no times, so there is no timeline.</p>'
         return
     end = max(times.values())
-    own = not common * OWN_SCALE_BELOW <= end <= common
-    axis = _axis(0.0, max(end if own else common, 1e-3))
+    own = not (common and common[-1] * OWN_AXIS_BELOW <= end <= common[-1])
+    axis = _axis(0.0, max(end, 1e-3)) if own else common
     full = axis[-1]
 
     def where(value: float) -> float:
@@ -343,7 +345,7 @@ def _timeline(record: dict[str, Any], common: float, ident: str) -> Iterator[str
                f'<text class="f" x="{-14 if right else 14}" text-anchor="{"end" if right else "start"}">{_e(failure["code"])}</text></svg>')
     yield from _labels(axis, where, 42)
     told = ', '.join(f'{TOLD[name]} {_ms(at)}' for name, at in times.items())
-    scale = ' It has a time axis of its own.' if own and common else ''
+    scale = ' It has a time axis of its own.' if own else ''
     yield f'</svg></div><figcaption id="{ident}">{told}; {said}.{scale}</figcaption></figure>'
 
 
@@ -355,11 +357,11 @@ def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield 'Hint', _e(failure['hint'])
     for warning in record['warnings']:
         yield 'Warning', f'<code>{_e(warning["code"])}</code> ({warning["count"]:,}): {_e(warning["message"])}'
-    if request.get('url') is not None:
-        yield 'Asked', f'{_e(request["url"])}, {_e(request.get("path_taken"))}'
+    asked = [request[name] for name in ('url', 'path_taken') if request.get(name) is not None]
     if response.get('status') is not None:
-        said = [f'status {response["status"]}', f'HTTP/{response.get("http_version")}', response.get('tls_version')]
-        yield 'Answered', ', '.join(_e(word) for word in said if word)
+        asked += [f'status {response["status"]}', f'HTTP/{response.get("http_version")}', response.get('tls_version') or '']
+    if asked:
+        yield 'Request', ', '.join(_e(word) for word in asked if word)
     if response.get('body_excerpt') is not None:
         yield 'Body excerpt', _e(response['body_excerpt'])
     for name, value in record['notes'].items():
@@ -371,13 +373,13 @@ def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
                        f'body end: {_e(delivery["body_end"] or "none seen")}')
     if delivery['buffered']:
         yield 'Held back', 'yes: the text came late and at once, so something between engine and client buffered it'
-    yield 'Finish', (f'<code>{_e(record["finish_reason"])}</code>' if record['finish_reason'] is not None else 'no finish_reason') + (
-        ', [DONE] seen' if record['done'] else ', no [DONE]')
-    if usage and (told := [f'{name.removesuffix("_tokens")} {count:,}' for name, count in usage.items() if count is not None]):
-        yield 'Usage claimed', _e(', '.join(told)) + ' tokens'
+    told = [f'{name.removesuffix("_tokens")} {count:,}' for name, count in (usage or {}).items() if count is not None]
+    yield 'Finish', (('no finish_reason' if record['finish_reason'] is None else f'<code>{_e(record["finish_reason"])}</code>')
+                     + (', [DONE] seen' if record['done'] else ', no [DONE]')
+                     + (f'; tokens as the server counts them: {_e(", ".join(told))}' if told else ''))
 
 
-def _run(run: Run, common: float, ident: str) -> Iterator[str]:
+def _run(run: Run, common: Sequence[float], ident: str) -> Iterator[str]:
     """One run: verdict, timeline, facts, and the answer, hidden until asked for."""
     record, text = run.record, run.record['text']
     if failure := record['failure']:
@@ -395,7 +397,8 @@ def _run(run: Run, common: float, ident: str) -> Iterator[str]:
     if text:
         cut = f', the first {MAX_TEXT_CHARS:,} of them' if len(text) > MAX_TEXT_CHARS else ''
         yield (f'<details><summary>Answer text ({_count(len(text), "character")}{cut})</summary>'
-               f'<pre tabindex="0" aria-label="Answer text">{_e(text[:MAX_TEXT_CHARS], MAX_TEXT_CHARS, _HIDDEN_BUT_LINES)}</pre></details>')
+               '<pre role="group" tabindex="0" aria-label="Answer text">'
+               f'{_e(text[:MAX_TEXT_CHARS], MAX_TEXT_CHARS, _HIDDEN_BUT_LINES)}</pre></details>')
     yield '</article>\n'
 
 
@@ -463,7 +466,7 @@ def _failures(runs: Sequence[Run], what: str) -> Iterator[str]:
 
 def _label(name: str, runs: Sequence[Run], drawn: Sequence[Run], ident: str, what: str) -> Iterator[str]:
     """The runs of one label: failures, distributions, and those that are drawn."""
-    yield f'<section aria-labelledby="{ident}"><h3 id="{ident}">{name}</h3>\n'
+    yield f'<section><h3 id="{ident}">{name}</h3>\n'
     what = f'{what}, {name}'
     yield from _failures(runs, what)
     measured = {metric: values for metric, values in _measured(runs).items() if values}
@@ -475,7 +478,7 @@ def _label(name: str, runs: Sequence[Run], drawn: Sequence[Run], ident: str, wha
     if figures:
         yield f'<div class="figures">{"".join(figures)}</div>\n'
     order = sorted(drawn, key=lambda run: (run.record['ok'], _depth((run.record['failure'] or {}).get('boundary', ''))))
-    common = _common_scale(order)
+    common = _common_axis(order)
     for i, run in enumerate(order):
         yield from _run(run, common, f'{ident}-{i}')
     yield '</section>\n'
