@@ -134,7 +134,7 @@ svg .f { fill: var(--bad); font-weight: 600 }
   tbody th { min-width: 6rem } dl { grid-template-columns: 1fr } dd { margin-bottom: .25rem } svg .even { display: none } }
 @media print { :root { color-scheme: light } body { font-size: 10pt; print-color-adjust: exact; -webkit-print-color-adjust: exact }
   header, main, footer { max-width: none; padding: 0 } .scroll, pre { overflow: visible; max-height: none }
-  figure, tr, .run > .bar { break-inside: avoid } h2, h3, h4, .run > .bar { break-after: avoid }
+  figure, tr, .run { break-inside: avoid } h2, h3, .key { break-after: avoid }
   details:not([open]) > summary::after { content: ": hidden" } }
 """
 
@@ -344,7 +344,7 @@ def _timeline(record: dict[str, Any], common: Sequence[float], ident: str) -> It
         yield (f'<svg x="{x:.2f}%" y="22">{SHAPES["failed"]}</svg><svg x="{x:.2f}%" y="11">'
                f'<text class="f" x="{-14 if right else 14}" text-anchor="{"end" if right else "start"}">{_e(failure["code"])}</text></svg>')
     yield from _labels(axis, where, 42)
-    told = ', '.join(f'{TOLD[name]} {_ms(at)}' for name, at in times.items())
+    told = ', '.join(f'{TOLD[name]} {_ms(at)}'.replace(' ', '\xa0') for name, at in times.items())
     scale = ' It has a time axis of its own.' if own else ''
     yield f'</svg></div><figcaption id="{ident}">{told}; {said}.{scale}</figcaption></figure>'
 

@@ -1422,6 +1422,97 @@ def variety() -> list[Run]:
     return [*runs, offline('broken'), offline('ok'), example('ok'), example('error-controls')]
 
 
+class PageTextTest(unittest.TestCase):
+    """What the page says, read as text."""
+
+    def told(self, *runs: Run, skipped: Sequence[str] = ()) -> str:
+        """The page; the same runs give the same bytes, and nothing is drawn outside its axis."""
+        text = ''.join(page(runs, skipped))
+        self.assertEqual(text, ''.join(page(runs, skipped)))
+        places = [float(place) for place in re.findall(r' x[12]?="([-\d.naif]+)%"', text)]
+        self.assertTrue(all(0 <= place <= 100 for place in places), places)
+        return text
+
+    def phases(self, run: Run) -> list[str]:
+        return re.findall(r'<rect [^>]+><title>(.+?): [^<]+</title>', self.told(run))
+
+    def test_origins_are_never_counted_together(self) -> None:
+        runs = [example('ok', synthetic=False), example('broken', synthetic=False), *[example('ok')] * 5, *[offline('ok')] * 3, offline('broken')]
+        text = self.told(*runs, skipped=['a', 'b'])
+        rows = re.findall(r'<td class=n>([\d,]+)</td><td class=n>([\d,]+)</td><td class=n>([\d.]+%)</td><td class=n>([^<]+)</td>', text)
+        self.assertEqual(rows, [('2', '1', '50.0%', '9.5% to 90.5%'), ('4', '3', '75.0%', '30.1% to 95.4%'), ('5', '5', '100.0%', '56.6% to 100.0%')])
+        self.assertEqual(re.findall(r'<li><a href="#(\w+)">[^<]+</a>: ([^<]+)', text),
+                         [('real', '1 of 2 passed'), ('unknown', '3 of 4 passed'), ('synthetic', '5 of 5 passed'), ('skipped', '2')])
+        sections = dict(re.findall(r'<h2 id="(\w+)">(.*?)(?=<h2|\Z)', text, re.DOTALL))
+        self.assertEqual({name: section.count('<article') for name, section in sections.items()}, {'real': 2, 'unknown': 4, 'synthetic': 5, 'skipped': 0})
+
+    def test_labels_have_rows_of_their_own_and_a_sum(self) -> None:
+        text = self.told(example('ok', label='a'), example('ok', label=None), example('broken', label='no label'))
+        self.assertEqual(re.findall(r'<th scope="row">(?:<a [^>]+>)?([^<]+)(?:</a>)?</th><td class=n>(\d)</td><td class=n>(\d)</td><td class=n>\d+\.', text),
+                         [('a', '1', '1'), ('no label', '1', '1'), ('no label', '1', '0'), ('All labels', '3', '2')])
+
+    def test_the_last_phase_is_the_one_that_was_not_finished(self) -> None:
+        def cut(last: str | None, url: str = 'http://127.0.0.1/', path: str = 'direct') -> Run:
+            marks = Catalogue.all()['broken']['marks_ms']
+            names = [name for name in marks if name != 'end']
+            reached = names[:names.index(last) + 1] if last else []
+            return example('broken', request={'url': url, 'path_taken': path}, marks_ms={name: marks[name] if name in reached else None for name in names})
+
+        for run, expected in (
+                (cut(None), ['resolving']), (cut('resolved'), ['resolving', 'connecting']),
+                (cut(None, path='ssh'), ['resolving']), (cut('resolved', path='ssh'), ['resolving', 'opening the SSH tunnel']),
+                (cut('connected', 'https://host/'), ['resolving', 'connecting', 'TLS handshake']),
+                (cut('connected'), ['resolving', 'connecting', 'sending']),
+                (cut('sent'), ['resolving', 'connecting', 'sending', 'waiting for the head']),
+                (cut('head'), ['resolving', 'connecting', 'sending', 'waiting for the head', 'to the first event']),
+                (cut('first_event'), ['resolving', 'connecting', 'sending', 'waiting for the head', 'to the first event', 'to the first text']),
+                (example('length'), ['resolving', 'connecting', 'sending', 'waiting for the head', 'to the first event', 'to the first text', 'text',
+                                     'to more text or the finish', 'to [DONE]', 'to the end'])):
+            with self.subTest(expected=expected):
+                self.assertEqual(self.phases(run), expected)
+        self.assertEqual(self.phases(example('ok')), self.phases(example('length')))
+
+    def test_times_of_every_kind(self) -> None:
+        marks = Catalogue.all()['ok']['marks_ms']
+        for name, value in (('zero', 0), ('huge', 1e308), ('whole', 10**30), ('tiny', 1e-300)):
+            with self.subTest(name=name):
+                run = example('ok', marks_ms=dict.fromkeys(marks, value), first_text_ms=value, duration_ms=value, event_gaps_ms=[value] * 5)
+                self.assertNotRegex(self.told(*[run] * 4, example('ok')), r'\b(nan|inf)\b')
+        backwards = dict(zip(marks, range(len(marks), 0, -1), strict=True))
+        self.assertIn('first\xa0text\xa013.0\xa0ms', self.told(example('ok', marks_ms=backwards)))
+        self.assertIn('This record has no times', self.told(offline('ok')))
+        self.assertNotIn('<figure', self.told(offline('ok')))
+
+    def test_one_outlier_leaves_the_others_their_axis(self) -> None:
+        def lasting(ms: float) -> Run:
+            return example('ok', marks_ms={'end': ms}, duration_ms=ms)
+
+        text = self.told(*map(lasting, (1000, 1100, 1200, 1300, 1400, 1500, 1600, 1700, 1800, 1900)), lasting(60_000))
+        timelines = [figure for figure in text.split('<figure>')[1:] if 'aria-labelledby' in figure]
+        self.assertEqual(Counter(re.findall(r'>([^<]+)</text></svg>', ''.join(timelines))), {'2 s': 10, '60 s': 1})
+        self.assertEqual([('axis of its own' in figure) for figure in timelines], [True, *[False] * 10], 'the slowest is first')
+
+    def test_many_events_and_many_runs_make_a_small_page(self) -> None:
+        self.assertLess(len(self.told(example('ok', event_gaps_ms=[0.05] * 300_000, content_events=300_001))), 100_000)
+        kinds = ['ok'] * 5000 + ['broken'] * 4990 + ['length'] * 9 + ['error-first']
+        text = self.told(*(example(mode) for mode in kinds))
+        self.assertLess(len(text), 2_000_000)
+        self.assertIn(f'{MAX_DRAWN} of these 10,000 runs are shown one by one', text)
+        self.assertEqual(Counter(re.findall(r'<h4><span class="\w+">([^<]+)', text)), {
+            '✕ failed at completion: no_done': MAX_DRAWN - 10, '✕ failed at completion: finish_not_accepted': 9, '✕ failed at protocol: server_error': 1})
+        self.assertIn('<td>finished for another reason than accepted</td>', text)
+
+    def test_a_long_answer_is_cut_and_says_so(self) -> None:
+        text = self.told(example('ok', text='é<' * 15_000))
+        self.assertIn('Answer text (30,000 characters, the first 20,000 of them)', text)
+        self.assertEqual(text.count('é&lt;'), 10_000)
+        self.assertNotIn('<pre', self.told(example('ok', text='')))
+
+    def test_no_record_at_all(self) -> None:
+        self.assertIn('There is no record to report.', self.told())
+        self.assertIn('And 50 more.', self.told(skipped=['x'] * 250))
+
+
 @needs(selenium=package('selenium'), chromium=CHROMIUM is not None, chromedriver=program('chromedriver') is not None, axe=AXE.is_file())
 class PageTest(unittest.TestCase):
     """The page in headless Chromium."""
