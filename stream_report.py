@@ -63,7 +63,7 @@ FAR = 2  # a run this many times longer than nine tenths of its label's runs has
 OWN_AXIS_BELOW = 0.1  # so has one that fills less of the common axis
 
 ORIGINS = {
-    'real': ('Real runs', 'Answered by a server that did not say that it is the fixture.'),
+    'real': ('Real runs', 'Nothing said that the fixture answered.'),
     'unknown': ('Runs of unknown origin', 'Judged from a body that was kept; nothing tells what server it came from.'),
     'synthetic': ('Synthetic runs', 'Answered by the fixture: they say how the checker judges, and nothing about any server.'),
 }
@@ -139,11 +139,15 @@ svg .f { fill: var(--bad); font-weight: 600 }
 """
 
 
+def _code(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return rf'\x{code:02x}' if code < 0x80 else rf'\u{code:04x}' if code < 0x10000 else rf'\U{code:08x}'
+
+
 def _e(text: object, limit: int = MAX_SAID_CHARS, hidden: re.Pattern[str] = _HIDDEN) -> str:
     r"""Any string as text of the page: cut to ``limit`` characters, what is hidden as ``\uNNNN``, then escaped for HTML."""
     whole = str(text)
-    shown = hidden.sub(lambda m: rf'\x{ord(m[0]):02x}' if m[0] < '\x80' else rf'\u{ord(m[0]):04x}', whole[:limit])
-    return html.escape(shown) + (f' … ({len(whole):,} characters in all)' if len(whole) > limit else '')
+    return html.escape(hidden.sub(_code, whole[:limit])) + (f' … ({len(whole):,} characters in all)' if len(whole) > limit else '')
 
 
 def _ms(value: float | None) -> str:
@@ -223,7 +227,7 @@ def _axis(low: float, high: float) -> list[float]:
 
 
 def _labels(ticks: Sequence[float], where: Callable[[float], float], y: int, units: bool = False) -> Iterator[str]:
-    """The axis line at ``y`` with its labelled ticks, as SVG; every second label gives way on a phone.
+    """The axis line at ``y`` with its labelled ticks, as SVG; of many labels every second gives way on a phone.
 
     The unit stands at the last one, or with ``units`` at each, so that it may change on the way.
     """
@@ -231,7 +235,7 @@ def _labels(ticks: Sequence[float], where: Callable[[float], float], y: int, uni
     for i, tick in enumerate(ticks):
         x, last = where(tick), i == len(ticks) - 1
         anchor = 'end' if last else 'middle' if i else 'start'
-        hide = ' class="even"' if i % 2 and not last else ''
+        hide = ' class="even"' if i % 2 and not last and len(ticks) > 4 else ''
         unit, divisor = ('s', 1000) if (tick if units else ticks[-1]) >= 1000 else ('ms', 1)
         label = f'{tick / divisor:,.10g}{f" {unit}" if last or units else ""}'
         yield (f'<line class="a" x1="{x:.2f}%" x2="{x:.2f}%" y1="{y}" y2="{y + 4}"/>'
@@ -502,7 +506,8 @@ def _section(kind: str, runs: Sequence[Run]) -> Iterator[str]:
     if len(drawn) < len(runs):
         yield (f'<p>{len(drawn):,} of these {len(runs):,} runs are shown one by one: failures first, of every kind, then the slowest. '
                f'The others, {len(runs) - len(drawn):,}, are in the tables and distributions only.</p>\n')
-    yield _key()
+    if any(_times(run.record) for run in drawn):
+        yield _key()
     shown: dict[str | None, list[Run]] = {}
     for run in drawn:
         shown.setdefault(run.record['label'], []).append(run)
