@@ -1,12 +1,13 @@
-"""Checks through real programs: vLLM, llama-server, transformers serve, nginx, OpenSSH, TLS servers, httpx and aiohttp.
+"""Checks through real programs: vLLM, llama-server, transformers serve, nginx, OpenSSH, TLS servers, httpx, aiohttp, Chromium.
 
 Then the recipes of README's "A fleet", and the GitHub Action with its job of the workflow, step by step as a runner would.
 
     STREAM_SERVERS=DIRECTORY python3 -m unittest -v test_interop.py
 
-DIRECTORY is what ``bash .ci/servers DIRECTORY`` made; the packages are those of the dependency group ``interop``, nginx and
-OpenSSH come from the system.  What is not installed is skipped with its name, or fails with STREAM_INTEROP=all.  Everything
-listens on loopback only, each program runs in a session of its own, and a program that leaves a process behind is an error.
+DIRECTORY is what ``bash .ci/servers DIRECTORY`` made; the packages are those of the dependency group ``interop``, nginx,
+OpenSSH and Chromium with its driver come from the system; STREAM_AXE names the file axe.min.js of axe-core.  What is not
+installed is skipped with its name, or fails with STREAM_INTEROP=all.  Everything listens on loopback only, each program runs
+in a session of its own, and a program that leaves a process behind is an error.
 At the end every server's version is printed as that server reports it.
 """
 
@@ -36,12 +37,14 @@ import tempfile
 import threading
 import time
 import unittest
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import fixture_server
 from stream_client import FAILURES, ChatCompletion, StreamFailure, stream
-from test_stream import Directory, Raw, environment, read_request, run, sending
+from stream_report import MAX_DRAWN, Run, page
+from test_stream import Directory, Raw, environment, example, example_offline, like, read_request, run, sending
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -1330,6 +1333,262 @@ class DriverTest(InteropTest):
         self.judge(lambda: aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(force_close=True)), reads)
 
 
+# --- the page of a report -----------------------------------------------------------------------------------------------
+
+CHROMIUM = program('chromium') or program('google-chrome')
+AXE = Path(os.environ.get('STREAM_AXE', 'no such file'))
+SAID = ('sound', '</script><img src=x onerror=alert(1)>', '"><svg onload=alert(1)>', "'><a href=javascript:alert(1)>", '</details></pre></style>',
+        '<!--', '&lt;b&gt;', '\u202egnp.exe\u2066', '\x1b[2J\x00\x7f\x9b', '\u200b\ufeff\U000e0041', '\ud800', ']]>', '<style>*{display:none}</style>')
+SHOWN = ('sound', *SAID[1:7], r'\u202egnp.exe\u2066', r'\x1b[2J\x00\x7f\x9b', r'\u200b\ufeff\U000e0041', r'\ud800', *SAID[11:])
+
+# Each colour that carries something, with the colour behind it: text 4.5:1, graphics 3:1.
+FAINT = """
+const rgb = text => (text.match(/[\\d.]+/g) || []).map(Number);
+const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+  .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+const solid = text => { const v = rgb(text); return v.length === 3 || v[3] > 0 };
+const behind = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor; if (solid(c)) return c } return 'rgb(255, 255, 255)' };
+const ratio = (a, b) => { const [x, y] = [light(rgb(a)), light(rgb(b))].sort((p, q) => q - p); return (x + .05) / (y + .05) };
+document.querySelectorAll('details').forEach(d => d.open = true);
+const faint = []; let looked = 0;
+const look = (e, colour, least) => { looked++; const found = ratio(colour, behind(e));
+  if (found < least) faint.push([e.tagName, e.textContent.slice(0, 40), colour, behind(e), found]) };
+const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walk.nextNode()) {
+  const e = walk.currentNode.parentElement;
+  if (walk.currentNode.data.trim() && e.checkVisibility() && e.tagName !== 'title')
+    look(e, getComputedStyle(e)[e.closest('svg') ? 'fill' : 'color'], 4.5);
+}
+for (const e of document.querySelectorAll('rect, path, circle, line')) {
+  const style = getComputedStyle(e);
+  for (const colour of [style.fill, style.stroke]) if (colour !== 'none') look(e, colour, 3);
+}
+return [looked, faint];
+"""
+
+
+def replaced(value: Any, made: Callable[[], str]) -> Any:
+    """The same JSON value with every string made anew, keys of headers and notes included."""
+    if isinstance(value, str):
+        return made()
+    if isinstance(value, list):
+        return [replaced(item, made) for item in value]
+    if isinstance(value, dict):
+        return {name: {made(): made()} if name in ('headers', 'notes') else replaced(item, made) for name, item in value.items()}
+    return value
+
+
+class Catalogue:
+    """The records of every mode, each asked once."""
+
+    records: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    @classmethod
+    def all(cls) -> dict[str, dict[str, Any]]:
+        if not cls.records:
+            with fixture_server.server(0, 'ok', 0.02) as served, concurrent.futures.ThreadPoolExecutor(16) as pool:
+                thread = threading.Thread(target=served.serve_forever, args=(0.01,), daemon=True)
+                thread.start()
+                try:
+                    url = url_of(served.server_port)
+                    ran = pool.map(lambda mode: stream(url, f'mode:{mode}', 'p', idle=2, deadline=5, label='catalogue'), fixture_server.MODES)
+                    cls.records = dict(zip(fixture_server.MODES, ran, strict=True))
+                finally:
+                    served.shutdown()
+                    thread.join(10)
+        return cls.records
+
+
+def variety() -> list[Run]:
+    """A run of each look: boundaries, ways, many events, held back, no times; all three origins, two labels."""
+    early = {'first_event': None, 'first_byte': None, 'first_text': None, 'last_text': None, 'finish': None, 'done': None}
+    tls = {'url': 'https://gpu-host.example:8443/v1/chat/completions'}
+    failed = like('broken')['failure']
+    runs = [example(mode, synthetic=False, label='nightly') for mode in ('ok', 'broken', 'http-429', 'error-midstream', 'length', 'stall-after-text',
+                                                                       'held-back', 'spaces-only', 'slow-text', 'finish-with-text')]
+    runs += [example('ok', synthetic=False, label='nightly', request={'path_taken': 'ssh'}, marks_ms={'resolved': None}),
+             example('ok', synthetic=False, label='canary', request=tls, marks_ms={'secured': 1.5}, event_gaps_ms=[0.05] * 3000, duration_ms=60_000.0,
+                     content_events=3001),
+             example('broken', synthetic=False, label='canary', request=tls, marks_ms={**early, 'head': None, 'sent': None},
+                     failure={**failed, 'boundary': 'tls', 'code': 'tls_name'}, outcome='tls_name', text='')]
+    return [*runs, example_offline('broken'), example_offline('ok'), example('ok'), example('error-controls')]
+
+
+@needs(selenium=package('selenium'), chromium=CHROMIUM is not None, chromedriver=program('chromedriver') is not None, axe=AXE.is_file())
+class PageTest(unittest.TestCase):
+    """The page in headless Chromium."""
+
+    driver: ClassVar[Any]
+    folder: ClassVar[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        from selenium import webdriver
+        from selenium.webdriver.chrome.service import Service
+
+        cls.folder = tempfile.mkdtemp()
+        cls.addClassCleanup(shutil.rmtree, cls.folder, ignore_errors=True)
+        options = webdriver.ChromeOptions()
+        options.binary_location = CHROMIUM or ''
+        for flag in ('headless', 'no-sandbox', 'disable-gpu', 'disable-quic', 'no-first-run', 'disable-background-networking',
+                     'disable-component-update', 'disable-sync', f'user-data-dir={cls.folder}/profile'):
+            options.add_argument(f'--{flag}')
+        options.set_capability('goog:loggingPrefs', {'browser': 'ALL', 'performance': 'ALL'})
+        cls.driver = webdriver.Chrome(options=options, service=Service(program('chromedriver')))
+        cls.addClassCleanup(cls.driver.quit)
+        cls.driver.set_page_load_timeout(60)
+        cls.driver.set_script_timeout(120)
+        VERSIONS['Chromium'] = f'{cls.driver.capabilities["browserVersion"]} (its own word)'
+
+    def open(self, text: str, *, width: int = 1100, scheme: str = 'light', media: str = '') -> str:
+        """Load this as a file, and return its URL."""
+        path = Path(self.folder, 'page.html')
+        path.write_text(text, 'utf-8')
+        self.cdp('Emulation.setDeviceMetricsOverride', width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+        self.cdp('Emulation.setEmulatedMedia', media=media, features=[{'name': 'prefers-color-scheme', 'value': scheme}])
+        for kind in ('browser', 'performance'):
+            self.driver.get_log(kind)
+        self.driver.get(path.as_uri())
+        return path.as_uri()
+
+    def cdp(self, method: str, **params: Any) -> Any:
+        return self.driver.execute_cdp_cmd(method, params)
+
+    def js(self, body: str) -> Any:
+        return self.driver.execute_script(body)
+
+    def looked_at(self) -> Iterator[tuple[str, contextlib.AbstractContextManager[None]]]:
+        """The page of ``variety``, opened in each colour scheme at each width, with the context of a test of it."""
+        text = ''.join(page(variety(), ['notes.txt: not JSON']))
+        for scheme in ('light', 'dark'):
+            for width in (1100, 360):
+                self.open(text, scheme=scheme, width=width)
+                yield scheme, self.subTest(scheme=scheme, width=width)
+
+    def noticed(self) -> tuple[list[str], list[str]]:
+        """The console's messages and the URLs asked for since the page was opened."""
+        asked = [json.loads(entry['message'])['message'] for entry in self.driver.get_log('performance')]
+        return ([entry['message'] for entry in self.driver.get_log('browser')],
+                [event['params']['request']['url'] for event in asked if event['method'] == 'Network.requestWillBeSent'])
+
+    def test_nothing_is_asked_for_and_the_console_is_silent(self) -> None:
+        self.open('<img src="missing.png"><script>console.log("said")</script>')
+        messages, urls = self.noticed()
+        self.assertTrue(any('said' in message for message in messages), 'the log works')
+        self.assertEqual([url.rpartition('/')[2] for url in urls], ['page.html', 'missing.png'], 'the log works')
+        url = self.open(''.join(page(variety())))
+        self.assertEqual(self.noticed(), ([], [url]))
+
+    def test_what_a_page_may_not_hold_would_not_run(self) -> None:
+        self.open(''.join(page(variety())).replace('<h1>', '<script>document.title = "ran"</script><img src=x onerror="document.title = 1"><h1>'))
+        self.assertEqual(self.driver.title, 'Streamed answers: report')
+        self.assertEqual(len([message for message in self.noticed()[0] if 'Content Security Policy' in message]), 3)
+
+    def test_hostile_strings_stay_text(self) -> None:
+        def made(said: str) -> str:
+            runs = [Run(said, replaced(run.record, lambda: said)) for run in variety()]
+            return ''.join(page(runs, [said]))
+
+        def tags() -> Counter[str]:
+            return Counter(self.js('return Array.from(document.querySelectorAll("*"), e => e.tagName)'))
+
+        self.open(made(SAID[0]))
+        expected = tags()
+        self.assertFalse({'IMG', 'SCRIPT', 'IFRAME', 'OBJECT'} & set(expected))
+        for said, shown in zip(SAID, SHOWN, strict=True):
+            with self.subTest(said=said):
+                url = self.open(made(said))
+                self.assertEqual(tags(), expected)
+                self.assertEqual(self.noticed(), ([], [url]))
+                self.js('document.querySelectorAll("details").forEach(d => d.open = true)')
+                places = self.js('return Array.from(document.querySelectorAll("h3, h4, dd, pre, .bar p, li, td, th a"), e => e.textContent)')
+                self.assertGreater(sum(shown in place for place in places), 100)
+
+    def test_text_is_hidden_until_asked_for(self) -> None:
+        self.open(''.join(page([example('ok', text='<b>one</b>\n\ttwo \u202ethree\r')])))
+        answer, summary = self.driver.find_element('tag name', 'pre'), self.driver.find_element('tag name', 'summary')
+        self.assertFalse(answer.is_displayed())
+        self.assertNotIn('three', self.js('return document.body.innerText'))
+        summary.click()
+        self.assertTrue(answer.is_displayed())
+        self.assertEqual(answer.get_property('textContent'), '<b>one</b>\n\ttwo \\u202ethree\\x0d')
+
+    def test_nothing_is_wider_than_the_page(self) -> None:
+        for _, looked_at in self.looked_at():
+            with looked_at:
+                self.assertLessEqual(*self.js('return [document.scrollingElement.scrollWidth, document.scrollingElement.clientWidth]'))
+                outside = self.js("""return Array.from(document.querySelectorAll('body *')).filter(e => !e.closest('.scroll table, pre') &&
+                    e.getBoundingClientRect().right > document.scrollingElement.clientWidth + 0.5).map(e => e.outerHTML.slice(0, 100))""")
+                self.assertEqual(outside, [])
+        self.open(''.join(page([Run('y' * 3000, replaced(run.record, lambda: 'x' * 3000)) for run in variety()])), width=360)
+        self.assertLessEqual(*self.js('return [document.scrollingElement.scrollWidth, document.scrollingElement.clientWidth]'))
+
+    def test_contrast(self) -> None:
+        for scheme, looked_at in self.looked_at():
+            with looked_at:
+                looked, faint = self.js(FAINT)
+                self.assertGreater(looked, 500)
+                self.assertEqual(faint, [])
+                self.assertEqual(self.js('return getComputedStyle(document.body).backgroundColor') == 'rgb(255, 255, 255)', scheme == 'light')
+        self.js('document.documentElement.style.setProperty("--soft", "#888")')
+        self.assertTrue(self.js('document.documentElement.style.setProperty("--bg", "#777");' + FAINT)[1], 'what is faint is found')
+
+    def test_names_of_drawings(self) -> None:
+        self.open(''.join(page(variety())))
+        names = [node['name']['value'] for node in self.cdp('Accessibility.getFullAXTree')['nodes']
+                 if not node['ignored'] and node['role']['value'] in ('image', 'img', 'SvgRoot')]
+        drawn = self.js('return document.querySelectorAll("svg[role=img]").length')
+        self.assertEqual(len(names), drawn)
+        self.assertEqual(self.js('return document.querySelectorAll("svg:not([role=img], [aria-hidden=true], svg svg)").length'), 0)
+        timelines = [name for name in names if re.search(r'(; passed|; failed at \w+: \w+)\.', name)]
+        self.assertEqual(len(timelines), len([run for run in variety() if run.record['marks_ms']['end'] is not None]))
+        self.assertEqual(len([name for name in names if re.match(r'[A-Z][-a-z ]+: \d+ passed runs, from .+, median .+, 95th percentile', name)]),
+                         drawn - len(timelines))
+
+    def test_ids_and_what_refers_to_them(self) -> None:
+        self.open(''.join(page([*variety(), *(Run('m', record) for record in Catalogue.all().values())])))
+        ids = self.js('return Array.from(document.querySelectorAll("[id]"), e => e.id)')
+        self.assertEqual(len(ids), len(set(ids)))
+        used = self.js("""return Array.from(document.querySelectorAll('a, [aria-labelledby]'),
+            e => e.getAttribute('aria-labelledby') || e.getAttribute('href').replace(/^#/, ''))""")
+        self.assertGreater(len(used), 200)
+        self.assertLessEqual(set(used), set(ids))
+
+    def test_an_accessibility_checker_finds_nothing(self) -> None:
+        axe = AXE.read_text('utf-8')
+        for _, looked_at in self.looked_at():
+            with looked_at:
+                self.js('document.querySelectorAll("details").forEach(d => d.open = true)')
+                self.cdp('Runtime.evaluate', expression=axe)
+                ran = self.cdp('Runtime.evaluate', expression='axe.run().then(found => JSON.stringify(found))', awaitPromise=True, returnByValue=True)
+                found = json.loads(ran['result']['value'])
+                self.assertEqual([(rule['id'], [node['html'][:200] for node in rule['nodes'][:3]]) for rule in found['violations']], [])
+                self.assertGreater(len(found['passes']), 20)
+        VERSIONS['axe-core'] = f'{found["testEngine"]["version"]} (its own word)'
+
+    def test_in_print(self) -> None:
+        self.open(''.join(page(variety())), scheme='dark', media='print', width=700)
+        self.assertEqual(self.js('return getComputedStyle(document.body).backgroundColor'), 'rgb(255, 255, 255)')
+        self.assertEqual(self.js('return getComputedStyle(document.querySelector("summary"), "::after").content'), '": hidden"')
+        self.assertEqual(self.js(FAINT)[1], [])
+        printed = base64.b64decode(self.cdp('Page.printToPDF', printBackground=True)['data'])
+        self.assertTrue(printed.startswith(b'%PDF-'))
+        self.assertGreater(len(re.findall(rb'/Type\s*/Page\b', printed)), 1)
+
+    def test_the_whole_catalogue(self) -> None:
+        runs = [Run(f'{mode}.json', record) for mode, record in Catalogue.all().items()]
+        url = self.open(''.join(page(runs)), width=360, scheme='dark')
+        self.assertEqual(self.noticed(), ([], [url]))
+        kinds = {kind: [run for run in runs if run.record['synthetic'] == synthetic] for kind, synthetic in (('Real', False), ('Synthetic', True))}
+        told = [f'{kind} runs: {sum(run.record["ok"] for run in own)} of {len(own)} passed' for kind, own in kinds.items()]
+        self.assertEqual(self.js('return document.querySelector("nav").innerText.trim()').split('\n'), told)
+        self.assertEqual(self.js('return document.querySelectorAll("article").length'), sum(min(MAX_DRAWN, len(own)) for own in kinds.values()))
+        shown = self.js('return Array.from(document.querySelectorAll("h4"), e => e.textContent)')
+        failures = {(run.record['failure']['boundary'], run.record['outcome']) for run in runs if not run.record['ok']}
+        self.assertEqual({told for told in shown if told != '✓ passed'}, {f'✕ failed at {boundary}: {code}' for boundary, code in failures})
+        self.assertLessEqual(*self.js('return [document.scrollingElement.scrollWidth, document.scrollingElement.clientWidth]'))
+
+
 # --- the GitHub Action ----------------------------------------------------------------------------------------------------
 
 
@@ -1506,7 +1765,7 @@ class ActionTest(InteropTest, Directory):
         self.assertEqual(record['request']['clocks_s'], {'idle': 3, 'deadline': 9, 'first_text': 4, 'stall': None})
         self.assertEqual(record['request']['sampling']['max_tokens'], 7)
         self.assertEqual(record['artifact'], Path(outputs['record']).stem)
-        self.assertIn('1 of 1 runs passed', self.runner.summary)
+        self.assertIn('1 of 1 passed', self.runner.summary)
         self.assertEqual(obeyed(self.runner.log), [])
 
     def test_a_failure_fails_after_record_and_summary(self) -> None:
@@ -1515,7 +1774,7 @@ class ActionTest(InteropTest, Directory):
         self.assertEqual({**outputs, 'record': ''}, {'record': '', 'ok': 'false', 'outcome': 'no_done', 'exit-status': '1'})
         record = self.record(outputs)
         self.assertEqual((record['outcome'], record['artifact']), ('no_done', 'mine'))
-        self.assertIn('0 of 1 runs passed', self.runner.summary)
+        self.assertIn('0 of 1 passed', self.runner.summary)
         self.assertEqual(obeyed(self.runner.log), ['error'])
 
     def test_a_refusal_keeps_nothing(self) -> None:
@@ -1549,7 +1808,7 @@ class ActionTest(InteropTest, Directory):
         canceller.join()
         self.assertEqual((passed, {**outputs, 'record': ''}), (False, {'record': '', 'ok': '', 'outcome': '', 'exit-status': ''}))
         self.assertEqual(self.record(outputs)['outcome'], 'unfinished')
-        self.assertIn('0 of 1 runs passed', self.runner.summary)
+        self.assertIn('0 of 1 passed', self.runner.summary)
 
     def test_no_input_becomes_shell_text_a_flag_or_an_output(self) -> None:
         hostile = ('$(touch x)', '`touch x`', '"; touch x; "', "'; touch x; '", '$IFS;touch${IFS}x', '${{ github.token }}', '*', '~', r'\n\$(touch x)', '-h',
@@ -1659,7 +1918,7 @@ class FleetTest(SshHost, Directory):
             self.assertEqual([record['label'] for record in records], hosts)
             self.assertEqual([record['outcome'] for record in records], ['passed'] * 3 + ['tunnel_failed'] * (len(hosts) - 3), ran.stderr)
             self.assertEqual({record['request']['path_taken'] for record in records}, {'ssh'})
-            self.assertEqual(sum(map(int, re.findall(r'(?m)^(\d+) runs?,', ran.stdout))), len(hosts), ran.stdout)
+            self.assertEqual(sum(map(int, re.findall(r'(?m)^\w+ runs: (\d+)$', ran.stdout))), len(hosts), ran.stdout)
             self.assertEqual(ran.returncode, 0, ran.stderr)
 
     def fleet(self) -> list[dict[str, Any]]:
@@ -1741,7 +2000,7 @@ class FleetTest(SshHost, Directory):
         (self.here / 'kubectl').chmod(0o755)
         ran = self.bash(next(line for line in script.splitlines() if line.startswith('kubectl logs')), PATH=f'{self.here}:{self.path}')
         self.assertEqual((ran.returncode, ran.stderr), (0, ''))
-        self.assertRegex(ran.stdout, r'(?m)^2 runs\b')
+        self.assertRegex(ran.stdout, r'(?m)^Synthetic runs: 2$')
 
     def test_duckdb(self) -> None:
         import duckdb

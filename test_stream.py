@@ -39,6 +39,7 @@ import unittest
 import unittest.mock
 import warnings
 import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -2866,6 +2867,22 @@ def like(mode: str = 'ok', **changes: Any) -> dict[str, Any]:
     return record | changes
 
 
+def example(mode: str, **members: Any) -> stream_report.Run:
+    """A run of this mode with other members; those of ``marks_ms`` and the like are merged into what is there."""
+    record = like(mode)
+    for name, value in members.items():
+        record[name] = {**record[name], **value} if isinstance(value, dict) else value
+    return stream_report.Run(f'{mode}.json', record)
+
+
+def example_offline(mode: str) -> stream_report.Run:
+    """What judging a kept body gives: no request, no times, an unknown origin."""
+    run = example(mode, synthetic=None, model=None, started_at=None, duration_ms=None, first_text_ms=None, event_gaps_ms=[])
+    run.record['request'] = {}
+    run.record['marks_ms'] = dict.fromkeys(run.record['marks_ms'])
+    return run
+
+
 class ReportTest(Directory):
     """``stream_report.py``; test_interop.py has the programs that read what it writes."""
 
@@ -2910,7 +2927,7 @@ class ReportTest(Directory):
         done = self.report('records')
         self.assertEqual((done.returncode, done.stderr), (0, ''))
         self.assertEqual(done.stdout, '''\
-5 runs, real
+Real runs: 5
 
 started               label   model  verdict               headers   first text   duration   events  record
 2026-11-30T10:00:01Z  direct  tiny   passed                    0.5          1.0       2001        2  records/001.json
@@ -2928,7 +2945,7 @@ label       boundary    code      runs
 direct      completion  no_done      1
 all labels  completion  no_done      1
 
-1 run, of unknown origin: a body judged offline
+Runs of unknown origin: 1
 
 started  label       model  verdict   headers   first text   duration   events  record
 -        (no label)  -      passed          -            -          -        2  records/006.json
@@ -2936,7 +2953,7 @@ started  label       model  verdict   headers   first text   duration   events  
 label        runs   passed            share [95 %]   headers   p95   first text   p95   duration   p95
 (no label)      1        1  100.0% [20.7%, 100.0%]         -     -            -     -          -     -
 
-1 run, synthetic: the fixture answered
+Synthetic runs: 1
 
 started               label       model  verdict   headers   first text   duration   events  record
 2026-11-30T10:02:00Z  (no label)  tiny   passed        5.5          6.5        7.5        2  records/005.json
@@ -3097,7 +3114,7 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
         done = self.report('records', '--summary', env={'GITHUB_STEP_SUMMARY': str(self.here / 'summary')})
         self.assertEqual([line[:9] for line in done.stdout.splitlines()], ['::error t'] * 10 + ['::warning'])
         told = (self.here / 'summary').read_text()
-        self.assertTrue(told.startswith('before\n### 1 of 13 runs passed, real\n'))
+        self.assertTrue(told.startswith('before\n### Real runs: 1 of 13 passed\n'))
         self.assertIn('- skipped: `records/bad.json: is no record:', told)
         done = self.report('records', '--summary', env={'GITHUB_STEP_SUMMARY': '/nowhere/x'})
         self.assertEqual((done.returncode, done.stderr.splitlines()[-1]), (2, 'stream_report.py: /nowhere/x: cannot be written: No such file or directory'))
@@ -3172,9 +3189,99 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
     @unittest.skipUnless(LONG, 'STREAM_LONG=1 runs it')
     def test_ten_thousand_records(self) -> None:
         self.put(*(like(('ok', 'broken', 'length')[n % 3], label=f'host-{n % 7}', synthetic=False, first_text_ms=float(n)) for n in range(10_000)))
-        self.assertEqual(self.report('records').stdout.splitlines()[0], '10000 runs, real')
+        self.assertEqual(self.report('records').stdout.splitlines()[0], 'Real runs: 10000')
         page = self.report('records', '--html', '-').stdout
         self.assertLess(len(page), 4_000_000)
+
+
+class PageTextTest(unittest.TestCase):
+    """What the page says, read as text."""
+
+    def told(self, *runs: stream_report.Run, skipped: Sequence[str] = ()) -> str:
+        """The page; the same runs give the same bytes, and nothing is drawn outside its axis."""
+        text = ''.join(stream_report.page(runs, skipped))
+        self.assertEqual(text, ''.join(stream_report.page(runs, skipped)))
+        places = [float(place) for place in re.findall(r' x[12]?="([-\d.naif]+)%"', text)]
+        self.assertTrue(all(0 <= place <= 100 for place in places), places)
+        return text
+
+    def phases(self, run: stream_report.Run) -> list[str]:
+        return re.findall(r'<rect [^>]+><title>(.+?): [^<]+</title>', self.told(run))
+
+    def test_origins_are_never_counted_together(self) -> None:
+        runs = [example('ok', synthetic=False), example('broken', synthetic=False), *[example('ok')] * 5, *[example_offline('ok')] * 3, example_offline('broken')]
+        text = self.told(*runs, skipped=['a', 'b'])
+        rows = re.findall(r'<td class=n>([\d,]+)</td><td class=n>([\d,]+)</td><td class=n>([\d.]+%)</td><td class=n>([^<]+)</td>', text)
+        self.assertEqual(rows, [('2', '1', '50.0%', '9.5% to 90.5%'), ('4', '3', '75.0%', '30.1% to 95.4%'), ('5', '5', '100.0%', '56.6% to 100.0%')])
+        self.assertEqual(re.findall(r'<li><a href="#(\w+)">[^<]+</a>: ([^<]+)', text),
+                         [('real', '1 of 2 passed'), ('unknown', '3 of 4 passed'), ('synthetic', '5 of 5 passed'), ('skipped', '2')])
+        sections = dict(re.findall(r'<h2 id="(\w+)">(.*?)(?=<h2|\Z)', text, re.DOTALL))
+        self.assertEqual({name: section.count('<article') for name, section in sections.items()}, {'real': 2, 'unknown': 4, 'synthetic': 5, 'skipped': 0})
+
+    def test_labels_have_rows_of_their_own_and_a_sum(self) -> None:
+        text = self.told(example('ok', label='a'), example('ok', label=None), example('broken', label='no label'))
+        self.assertEqual(re.findall(r'<th scope="row">(?:<a [^>]+>)?([^<]+)(?:</a>)?</th><td class=n>(\d)</td><td class=n>(\d)</td><td class=n>\d+\.', text),
+                         [('a', '1', '1'), ('no label', '1', '0'), ('no label', '1', '1'), ('All labels', '3', '2')])
+
+    def test_the_last_phase_is_the_one_that_was_not_finished(self) -> None:
+        def cut(last: str | None, url: str = 'http://127.0.0.1/', path: str = 'direct') -> stream_report.Run:
+            marks = like('broken')['marks_ms']
+            names = [name for name in marks if name != 'end']
+            reached = names[:names.index(last) + 1] if last else []
+            return example('broken', request={'url': url, 'path_taken': path}, marks_ms={name: marks[name] if name in reached else None for name in names})
+
+        for run, expected in (
+                (cut(None), ['resolving']), (cut('resolved'), ['resolving', 'connecting']),
+                (cut(None, path='ssh'), ['resolving']), (cut('resolved', path='ssh'), ['resolving', 'opening the SSH tunnel']),
+                (cut('connected', 'https://host/'), ['resolving', 'connecting', 'TLS handshake']),
+                (cut('connected'), ['resolving', 'connecting', 'sending']),
+                (cut('sent'), ['resolving', 'connecting', 'sending', 'waiting for the head']),
+                (cut('head'), ['resolving', 'connecting', 'sending', 'waiting for the head', 'to the first event']),
+                (cut('first_event'), ['resolving', 'connecting', 'sending', 'waiting for the head', 'to the first event', 'to the first text']),
+                (example('length'), ['resolving', 'connecting', 'sending', 'waiting for the head', 'to the first event', 'to the first text', 'text',
+                                     'to more text or the finish', 'to [DONE]', 'to the end'])):
+            with self.subTest(expected=expected):
+                self.assertEqual(self.phases(run), expected)
+        self.assertEqual(self.phases(example('ok')), self.phases(example('length')))
+
+    def test_times_of_every_kind(self) -> None:
+        marks = like('ok')['marks_ms']
+        for name, value in (('zero', 0), ('huge', 1e12), ('whole', 10**12), ('tiny', 1e-300)):
+            with self.subTest(name=name):
+                run = example('ok', marks_ms=dict.fromkeys(marks, value), first_text_ms=value, duration_ms=value, event_gaps_ms=[value] * 5)
+                self.assertNotRegex(self.told(*[run] * 4, example('ok')), r'\b(nan|inf)\b')
+        backwards = dict(zip(marks, range(len(marks), 0, -1), strict=True))
+        self.assertIn('first\xa0text\xa013.0\xa0ms', self.told(example('ok', marks_ms=backwards)))
+        self.assertIn('This record has no times', self.told(example_offline('ok')))
+        self.assertNotIn('<svg', self.told(example_offline('ok')))
+
+    def test_one_outlier_leaves_the_others_their_axis(self) -> None:
+        def lasting(ms: float) -> stream_report.Run:
+            return example('ok', marks_ms={'end': ms}, duration_ms=ms)
+
+        text = self.told(*map(lasting, (1000, 1100, 1200, 1300, 1400, 1500, 1600, 1700, 1800, 1900)), lasting(60_000))
+        timelines = [figure for figure in text.split('<figure>')[1:] if 'aria-labelledby' in figure]
+        self.assertEqual(Counter(re.findall(r'>([^<]+)</text></svg>', ''.join(timelines))), {'2 s': 10, '60 s': 1})
+        self.assertEqual([('axis of its own' in figure) for figure in timelines], [True, *[False] * 10], 'the slowest is first')
+
+    def test_many_events_and_many_runs_make_a_small_page(self) -> None:
+        self.assertLess(len(self.told(example('ok', event_gaps_ms=[0.05] * 300_000, content_events=300_001))), 100_000)
+        kinds = ['ok'] * 5000 + ['broken'] * 4990 + ['length'] * 9 + ['error-first']
+        text = self.told(*(example(mode) for mode in kinds))
+        self.assertLess(len(text), 2_000_000)
+        self.assertIn(f'{stream_report.MAX_DRAWN} of these 10,000 runs are shown one by one', text)
+        self.assertEqual(Counter(re.findall(r'<h4><span class="\w+">([^<]+)', text)), {
+            '✕ failed at completion: no_done': stream_report.MAX_DRAWN - 10, '✕ failed at completion: finish_not_accepted': 9, '✕ failed at protocol: server_error': 1})
+        self.assertIn(f'<td>{html.escape(FAILURES["no_done"].hint)}</td>', text)
+
+    def test_a_long_answer_is_cut_and_says_so(self) -> None:
+        text = self.told(example('ok', text='é<' * 15_000))
+        self.assertIn('Answer text (30,000 characters, the first 20,000 of them)', text)
+        self.assertEqual(text.count('é&lt;'), 10_000)
+        self.assertNotIn('<pre', self.told(example('ok', text='')))
+
+    def test_many_files_that_are_no_records(self) -> None:
+        self.assertIn('And 50 more.', self.told(skipped=['x'] * 250))
 
 
 # --- the judge ----------------------------------------------------------------------------------------------------------
