@@ -2511,7 +2511,7 @@ class ChatStream:
             raise
         self.marks['head'] = wire.read_at
         fields = [(k, re.sub('\r?\n[ \t]+', ' ', v).strip(' \t')) for k, v in response.msg.items()]  # unfolded
-        self.synthetic = response.msg.get(FIXTURE_FIELD) is not None
+        self.synthetic = self.synthetic or response.msg.get(FIXTURE_FIELD) is not None
         self.response.update(
             status=response.status, http_version='1.0' if response.version == 10 else '1.1', interim=interim,
             headers={name: self.secret.quote(', '.join(v for k, v in fields if k.lower() == name))
@@ -3339,6 +3339,7 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
     try:
         url, fixture = _start_fixture(args.fixture) if args.fixture is not None else (args.url, None)
         run = _run_of(args, DEFAULT_URL if url is None else url)
+        run.synthetic = run.synthetic if fixture is None else True  # also where no head comes that says so
     finally:
         signals.disarm()
     if args.output is None:

@@ -5,7 +5,8 @@ Then the recipes of README's "A fleet", and the GitHub Action with its job of th
     STREAM_SERVERS=DIRECTORY python3 -m unittest -v test_interop.py
 
 DIRECTORY is what ``bash .ci/servers DIRECTORY`` made; the packages are those of the dependency group ``interop``, nginx,
-OpenSSH and Chromium with its driver come from the system; STREAM_AXE names the file axe.min.js of axe-core.  What is not
+OpenSSH and Chromium with its driver come from the system; STREAM_AXE names axe-core's axe.min.js, STREAM_ACTIONS_CORE
+lib/command.js of @actions/core.  What is not
 installed is skipped with its name, or fails with STREAM_INTEROP=all.  Everything listens on loopback only, each program runs
 in a session of its own, and a program that leaves a process behind is an error.
 At the end every server's version is printed as that server reports it.
@@ -21,6 +22,7 @@ import contextlib
 import datetime as dt
 import getpass
 import hashlib
+import html.parser
 import http.client
 import importlib.util
 import json
@@ -43,7 +45,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import fixture_server
 from stream_client import FAILURES, ChatCompletion, StreamFailure, stream
-from stream_report import MAX_DRAWN, Run, page
+from stream_report import MAX_DRAWN, MAX_LISTED, Run, page
 from test_stream import Directory, Raw, environment, example, example_offline, like, read_request, run, sending
 
 if TYPE_CHECKING:
@@ -1337,6 +1339,7 @@ class DriverTest(InteropTest):
 
 CHROMIUM = program('chromium') or program('google-chrome')
 AXE = Path(os.environ.get('STREAM_AXE', 'no such file'))
+ACTIONS_CORE = Path(os.environ.get('STREAM_ACTIONS_CORE', 'no such file'))
 SAID = ('sound', '</script><img src=x onerror=alert(1)>', '"><svg onload=alert(1)>', "'><a href=javascript:alert(1)>", '</details></pre></style>',
         '<!--', '&lt;b&gt;', '\u202egnp.exe\u2066', '\x1b[2J\x00\x7f\x9b', '\u200b\ufeff\U000e0041', '\ud800', ']]>', '<style>*{display:none}</style>')
 SHOWN = ('sound', *SAID[1:7], r'\u202egnp.exe\u2066', r'\x1b[2J\x00\x7f\x9b', r'\u200b\ufeff\U000e0041', r'\ud800', *SAID[11:])
@@ -1587,6 +1590,146 @@ class PageTest(unittest.TestCase):
         failures = {(run.record['failure']['boundary'], run.record['outcome']) for run in runs if not run.record['ok']}
         self.assertEqual({told for told in shown if told != '✓ passed'}, {f'✕ failed at {boundary}: {code}' for boundary, code in failures})
         self.assertLessEqual(*self.js('return [document.scrollingElement.scrollWidth, document.scrollingElement.clientWidth]'))
+
+
+# --- those who read reports -----------------------------------------------------------------------------------------------
+
+
+class Cells(html.parser.HTMLParser):
+    """The tags of a document, and the text of its table cells."""
+
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.cells: list[str] = []
+        self._in_cell = False
+        self.feed(document)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        if tag in ('td', 'th'):
+            self.cells.append('')
+        self._in_cell = tag in ('td', 'th') or (self._in_cell and tag == 'code')
+        assert not attrs or tag in ('th', 'td'), attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_cell = self._in_cell and tag == 'code'
+
+    def handle_data(self, data: str) -> None:
+        if self._in_cell:
+            self.cells[-1] += data
+
+
+@needs(junitparser=package('junitparser'), cmarkgfm=package('cmarkgfm'), duckdb=package('duckdb'), jsonschema=package('jsonschema'),
+       node=program('node') is not None, actions_core=ACTIONS_CORE.is_file())
+class ReaderTest(Directory):
+    """The records of the whole catalogue, and hostile ones, through each output of ``stream_report.py`` to a program that reads such."""
+
+    folder: ClassVar[Path]
+    records: ClassVar[dict[str, dict[str, Any]]]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.folder = Path(tempfile.mkdtemp())
+        cls.addClassCleanup(shutil.rmtree, cls.folder)
+        cls.records = dict(Catalogue.all())
+        for at, said in enumerate(SAID):
+            failed = like('broken', label=said, error=said, model=said)
+            failed['failure']['message'] = failed['failure']['hint'] = said
+            cls.records[f'hostile-{at}'] = failed
+        (cls.folder / 'records').mkdir()
+        for name, record in cls.records.items():
+            (cls.folder / 'records' / f'{name}.json').write_text(json.dumps(record))
+        (cls.folder / 'records' / 'half.json').write_text('{"ok": true')
+
+    def report(self, *args: str, **env: str) -> str:
+        ran = subprocess.run([sys.executable, ROOT / 'stream_report.py', *args, 'records'], cwd=self.folder, env=environment(**env),
+                             capture_output=True, text=True, timeout=60)
+        self.assertEqual((ran.returncode, ran.stderr.count('\n')), (0, 1), ran.stderr)
+        self.assertRegex(ran.stderr, '^stream_report.py: skipped records/half.json: ')
+        return ran.stdout
+
+    def failed(self, *boundaries: str) -> int:
+        """How many records failed at one of these, of all where none is named."""
+        return sum(not r['ok'] and (not boundaries or r['failure']['boundary'] in boundaries) for r in self.records.values())
+
+    def test_the_table_and_its_json(self) -> None:
+        told = json.loads(self.report('--json'))
+        self.assertEqual(sorted(Path(run['source']).stem for part in told['origins'].values() for run in part['runs']), sorted(self.records))
+        text = self.report()
+        for name in self.records:
+            self.assertRegex(text, rf'(?m) records/{name}\.json$')
+        for part in told['origins'].values():
+            total = part['total']
+            self.assertEqual(total['runs'] - total['passed'], sum(failure['runs'] for failure in total['failures']))
+
+    def test_the_schema(self) -> None:
+        import jsonschema
+
+        ran = subprocess.run([sys.executable, ROOT / 'stream_report.py', '--schema'], capture_output=True, check=True, timeout=60)
+        schema = json.loads(ran.stdout)
+        jsonschema.Draft202012Validator.check_schema(schema)
+        for record in self.records.values():
+            jsonschema.Draft202012Validator(schema).validate(record)
+
+    def test_junit(self) -> None:
+        import junitparser
+
+        (self.here / 'junit.xml').write_text(self.report('--junit', '-'))
+        suites = junitparser.JUnitXml.fromfile(str(self.here / 'junit.xml'))
+        cases = [case for suite in suites for case in suite]
+        self.assertEqual(sorted(Path(case.name).stem for case in cases if not case.is_skipped), sorted(self.records))
+        self.assertEqual([case.name.partition(':')[0] for case in cases if case.is_skipped], ['records/half.json'])
+        for suite in suites:
+            self.assertEqual((suite.tests, suite.failures, suite.errors), (len(list(suite)), sum(case.is_failure for case in suite),
+                                                                         sum(case.is_error for case in suite)))
+        not_run = self.failed('resolve', 'connect', 'tunnel', 'tls', 'send', 'client')
+        self.assertEqual((sum(s.failures for s in suites), sum(s.errors for s in suites)), (self.failed() - not_run, not_run))
+        found = {Path(case.name).stem: case.result[0].message for case in cases if not case.is_passed and not case.is_skipped}
+        for at, shown in enumerate(SHOWN):
+            self.assertEqual(found[f'hostile-{at}'], f'completion: no_done: {shown}')
+
+    def test_the_summary_as_github_s_markdown(self) -> None:
+        import cmarkgfm
+
+        self.report('--summary', GITHUB_STEP_SUMMARY=str(self.here / 'summary.md'))
+        text = (self.here / 'summary.md').read_text()
+        made = Cells(cmarkgfm.github_flavored_markdown_to_html(text, cmarkgfm.cmark.Options.CMARK_OPT_UNSAFE))
+        self.assertEqual(set(made.tags) - {'h3', 'table', 'thead', 'tbody', 'tr', 'th', 'td', 'code', 'p', 'ul', 'li'}, set())
+        listed = [name for name in self.records if f'records/{name}.json' in made.cells]
+        failed = Counter(record['synthetic'] for record in self.records.values() if not record['ok'])
+        self.assertEqual(len(listed), sum(min(MAX_LISTED, count) for count in failed.values()))
+        for name in listed:
+            at = made.cells.index(f'records/{name}.json')
+            self.assertEqual(made.cells[at + 1 : at + 3], [self.records[name]['failure']['boundary'], self.records[name]['outcome']])
+        labels = set(made.cells)
+        for shown in SHOWN:
+            self.assertTrue({shown.strip(), shown.strip().replace('|', '\\x7c').replace('`', '\\x60')} & labels, shown)
+
+    def test_annotations_are_those_of_github_s_toolkit(self) -> None:
+        lines = self.report('--summary', GITHUB_STEP_SUMMARY=str(self.here / 'summary.md')).splitlines()
+        script = """
+const { issueCommand } = require(process.argv[1]);
+for (const [kind, title, message] of JSON.parse(process.argv[2])) issueCommand(kind, { title }, message);
+"""
+        told = []
+        for line in lines:
+            found = re.fullmatch('::(error|warning) title=(.*?)::(.*)', line)
+            assert found, line
+            plain = [unquoted.replace('%3A', ':').replace('%2C', ',').replace('%0A', '\n').replace('%0D', '\r').replace('%25', '%')
+                     for unquoted in (found[2], found[3])]
+            told.append([found[1], *plain])
+        ran = subprocess.run([program('node') or '', '-e', script, str(ACTIONS_CORE), json.dumps(told)], capture_output=True, text=True, check=True, timeout=60)
+        self.assertEqual(ran.stdout.splitlines(), lines)
+        self.assertEqual([kind for kind, *_ in told], ['error'] * 10 + ['warning'])
+
+    def test_duckdb(self) -> None:
+        import duckdb
+
+        with duckdb.connect() as connection:
+            rows = connection.execute(block('sql', 'read_json').replace('records/*', f'{self.folder}/records/[!h]*')).fetchall()
+        counted = Counter((r['label'], r['synthetic']) for name, r in self.records.items() if not name.startswith('h'))
+        self.assertEqual({(label, synthetic): runs for label, synthetic, runs, *_ in rows}, counted)
 
 
 # --- the GitHub Action ----------------------------------------------------------------------------------------------------

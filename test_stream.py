@@ -2214,6 +2214,11 @@ def close_fds(out: bool, err: bool) -> None:
 class CommandTest(Directory):
     """The command: what it prints, what it refuses."""
 
+    def test_the_fixture_is_synthetic_where_no_head_comes_too(self) -> None:
+        for mode in ('closed-at-once', 'ok'):
+            done = run('--fixture', mode, '--output', '-', cwd=self.here)
+            self.assertTrue(json.loads(done.stdout)['synthetic'])
+
     def test_the_walk_through(self) -> None:
         process = subprocess.Popen([sys.executable, FIXTURE, '--port', '0', '--mode', 'ok', '--delay', '0.05'], stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE, text=True, env=environment())
