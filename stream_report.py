@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import functools
 import hashlib
 import html
 import json
@@ -107,56 +108,73 @@ SCHEMA: dict[str, Any] = {
     'then': {'properties': {'outcome': {'const': 'passed'}, 'failure': {'type': 'null'}, 'error': {'type': 'null'}}},
     'else': {'properties': {'outcome': {'pattern': '^(?!passed$)'}, 'failure': {'type': 'object'}, 'error': {'type': 'string'}}},
 }
-_TYPES: dict[str, tuple[type, ...]] = {'string': (str,), 'boolean': (bool,), 'integer': (int,), 'number': (int, float),
-                                       'object': (dict,), 'array': (list,), 'null': (type(None),)}
+_TYPES: dict[str, frozenset[type]] = {name: frozenset(types) for name, types in (
+    ('string', (str,)), ('boolean', (bool,)), ('integer', (int,)), ('number', (int, float)), ('object', (dict,)), ('array', (list,)),
+    ('null', (type(None),)))}
 
 
-def invalid(value: Any, schema: Mapping[str, Any], path: str = '') -> str | None:
-    """The first thing in which a value from JSON differs from a schema, None if nothing does.
+@functools.cache
+def _types(*names: str) -> frozenset[type]:
+    return frozenset().union(*(_TYPES[name] for name in names))
+
+
+def invalid(value: Any, schema: Mapping[str, Any]) -> str | None:
+    """The first thing in which a value from JSON differs from a schema, as ``path: what``; None if nothing does.
 
     Knows the keywords that SCHEMA uses, with their meaning in JSON Schema 2020-12 (an integer is written as one here).
     """
-    named = f'{path or "the record"}: '
+    found = _invalid(value, schema)
+    return found and (f'the record{found}' if found.startswith(':') else found.removeprefix('.'))
+
+
+def _invalid(value: Any, schema: Mapping[str, Any]) -> str | None:
     kinds = schema.get('type')
-    if kinds:
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        if not any(type(value) in _TYPES[kind] for kind in kinds):
-            return f'{named}{_brief(value)} is no {" or ".join(kinds)}'
+    if kinds is not None:
+        names = (kinds,) if isinstance(kinds, str) else kinds
+        if type(value) not in _types(*names):
+            return f': {_brief(value)} is no {" or ".join(names)}'
+        if len(schema) == 1:  # most are no more than a type
+            return None
     if 'const' in schema and not _same(value, schema['const']):
-        return f'{named}{_brief(value)} is not {_brief(schema["const"])}'
+        return f': {_brief(value)} is not {_brief(schema["const"])}'
     if 'enum' in schema and not any(_same(value, one) for one in schema['enum']):
-        return f'{named}{_brief(value)} is none of {", ".join(map(_brief, schema["enum"])) or "those allowed"}'
+        return f': {_brief(value)} is none of {", ".join(map(_brief, schema["enum"])) or "those allowed"}'
     found = None
     if isinstance(value, str):
         if 'pattern' in schema and not re.search(schema['pattern'], value):
-            found = f'{named}{_brief(value)} does not match {schema["pattern"]}'
+            found = f': {_brief(value)} does not match {schema["pattern"]}'
     elif isinstance(value, dict):
-        found = _invalid_members(value, schema, path)
+        found = _invalid_members(value, schema)
     elif isinstance(value, list):
-        items = schema.get('items')
-        found = next(filter(None, (invalid(item, items, f'{path}[{at}]') for at, item in enumerate(value))), None) if items else None
+        found = _invalid_items(value, schema['items']) if 'items' in schema else None
     elif value is not None and not schema.get('minimum', value) <= value <= schema.get('maximum', value):
-        found = f'{named}{_brief(value)} is out of range'
+        found = f': {_brief(value)} is out of range'
     if not found and 'if' in schema:
-        found = invalid(value, schema['else' if invalid(value, schema['if'], path) else 'then'], path)
+        found = _invalid(value, schema['else' if _invalid(value, schema['if']) else 'then'])
     return found
+
+
+def _invalid_members(value: Mapping[str, Any], schema: Mapping[str, Any]) -> str | None:
+    for name in schema.get('required', ()):
+        if name not in value:
+            return f': has no {name}'
+    known, others = schema.get('properties', {}), schema.get('additionalProperties')
+    for name, member in value.items():
+        rule = known.get(name, others)
+        if rule and (found := _invalid(member, rule)):
+            return f'.{name}{found}'
+    return None
+
+
+def _invalid_items(value: Sequence[Any], schema: Mapping[str, Any]) -> str | None:
+    for at, item in enumerate(value):
+        if found := _invalid(item, schema):
+            return f'[{at}]{found}'
+    return None
 
 
 def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)  # 1 and true are two things in JSON
-
-
-def _invalid_members(value: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> str | None:
-    for name in schema.get('required', ()):
-        if name not in value:
-            return f'{path or "the record"}: has no {name}'
-    known, others = schema.get('properties', {}), schema.get('additionalProperties')
-    for name, member in value.items():
-        rule = known.get(name, others)
-        found = rule and invalid(member, rule, f'{path}.{name}' if path else name)
-        if found:
-            return str(found)
-    return None
 
 
 def _brief(value: Any) -> str:
