@@ -3604,7 +3604,7 @@ class ReadmeTest(Directory):
         flags = {o for a in actions for o in a.option_strings if o.startswith('--')} - {'--help'}
         mentioned = set(re.findall(r'(?<![\w-])--[a-z][a-z-]+', self.text))
         self.assertEqual(flags - mentioned, set())
-        fixtures = {flag for program in (FIXTURE, str(ROOT / 'bench_stream.py'))
+        fixtures = {flag for program in (FIXTURE, REPORT, str(ROOT / 'bench_stream.py'))
                     for flag in re.findall(r'--[a-z][a-z-]+', run('--help', program=program).stdout)}
         others = {'--fail', '--max-time', '--json', '--sse-keep-alive-interval', '--group', '--from-file', '--tail', '--dir'}  # curl's, vLLM's, pip's, kubectl's and gh's
         self.assertEqual(mentioned - flags - fixtures - others, set())
