@@ -3600,13 +3600,13 @@ class ReadmeTest(Directory):
         self.assertEqual(with_tables(self.text), self.text, 'run: python3 test_stream.py --write-tables')
 
     def test_every_flag_is_mentioned_and_every_mentioned_flag_exists(self) -> None:
-        actions = stream_client.make_parser()._actions
+        actions = (*stream_client.make_parser()._actions, *stream_report.make_parser()._actions)
         flags = {o for a in actions for o in a.option_strings if o.startswith('--')} - {'--help'}
         mentioned = set(re.findall(r'(?<![\w-])--[a-z][a-z-]+', self.text))
         self.assertEqual(flags - mentioned, set())
-        fixtures = {flag for program in (FIXTURE, REPORT, str(ROOT / 'bench_stream.py'))
+        fixtures = {flag for program in (FIXTURE, str(ROOT / 'bench_stream.py'))
                     for flag in re.findall(r'--[a-z][a-z-]+', run('--help', program=program).stdout)}
-        others = {'--fail', '--max-time', '--json', '--sse-keep-alive-interval', '--group', '--from-file', '--tail', '--dir'}  # curl's, vLLM's, pip's, kubectl's and gh's
+        others = {'--fail', '--max-time', '--json', '--sse-keep-alive-interval', '--group', '--from-file', '--tail', '--dir', '--silent'}  # of curl, vLLM, pip, kubectl, gh and npm
         self.assertEqual(mentioned - flags - fixtures - others, set())
 
     def test_every_key_of_the_record_is_explained(self) -> None:
