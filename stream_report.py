@@ -14,6 +14,7 @@ import base64
 import functools
 import hashlib
 import html
+import itertools
 import json
 import math
 import os
@@ -211,27 +212,32 @@ class Reader:
         self._keep_text, self._progress = keep_text, progress
 
     def read(self, path: str) -> None:
-        """Read a path as given by the user; ``-`` is standard input. Raises Refused where it cannot be opened."""
+        """Read a path as given by the user; ``-`` is standard input. Raises Refused where there is none."""
         if path == '-':
-            self._lines('standard input', sys.stdin.buffer, 1)
+            if sys.stdin is None:
+                raise Refused('standard input is closed')
+            self._take_lines('standard input', _lines(sys.stdin.buffer))
         elif os.path.isdir(path):
-            found = 0
-            for directory, folders, names in os.walk(path, onerror=self._unreadable):
-                folders.sort()
-                for name in sorted(names):
-                    file = os.path.join(directory, name)
-                    if name.endswith(('.json', '.jsonl')) and not name.startswith('.') and os.path.isfile(file):
-                        found += 1
-                        self._file(file)
-            if not found:
-                self.skipped.append(f'{path}: holds no .json or .jsonl file')
+            self._directory(path)
         elif os.path.exists(path):
             self._file(path)
         else:
             raise Refused(f'{shown(path)}: there is no such file or directory')
 
-    def _unreadable(self, exc: OSError) -> None:
-        self.skipped.append(f'{exc.filename}: {exc.strerror}')
+    def _directory(self, path: str) -> None:
+        found = False
+        for directory, folders, names in os.walk(path, onerror=lambda exc: self.skipped.append(f'{exc.filename}: {exc.strerror}')):
+            folders.sort()
+            for name in sorted(names):
+                if name.endswith(('.json', '.jsonl')) and not name.startswith('.'):
+                    found = True
+                    file = os.path.join(directory, name)
+                    if os.path.isfile(file):
+                        self._file(file)
+                    else:  # one that nobody writes to would be waited for
+                        self.skipped.append(f'{file}: is no regular file')
+        if not found:
+            self.skipped.append(f'{path}: holds no .json or .jsonl file')
 
     def _file(self, path: str) -> None:
         try:
@@ -241,32 +247,30 @@ class Reader:
                     if (there.st_dev, there.st_ino) in self.files:
                         return
                     self.files.add((there.st_dev, there.st_ino))
-                first = file.readline(MAX_RECORD_BYTES + 1)
-                if first.rstrip() != b'{' and (rest := file.readline(MAX_RECORD_BYTES + 1)):  # no record file: records, one a line
-                    self._take(f'{path}:1', first)
-                    self._take(f'{path}:2', rest)
-                    self._lines(path, file, 3)
+                lines = _lines(file)
+                first, second = next(lines, b''), next(lines, b'')
+                if first.startswith(b'{"capture":'):
+                    self.skipped.append(f'{path}: is no record but a capture, which stream_client.py --input judges')
+                elif first.rstrip() == b'{' or not second:  # a record alone
+                    self._take(path, first + second + file.read(MAX_RECORD_BYTES))
                 else:
-                    self._take(path, first + (file.read(MAX_RECORD_BYTES + 1) if first.endswith(b'\n') else b''))
+                    self._take_lines(path, itertools.chain((first, second), lines))
         except OSError as exc:
             self.skipped.append(f'{path}: {exc.strerror}')
 
-    def _lines(self, name: str, file: Any, number: int) -> None:
-        while line := file.readline(MAX_RECORD_BYTES + 1):
-            self._take(f'{name}:{number}', line)
-            number += 1
+    def _take_lines(self, name: str, lines: Iterable[bytes]) -> None:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                self._take(f'{name}:{number}', line)
 
     def _take(self, source: str, data: bytes) -> None:
-        if not data.strip() and ':' in source:
-            return  # an empty line
         try:
             if len(data) > MAX_RECORD_BYTES:
                 raise ValueError(f'longer than {MAX_RECORD_BYTES} bytes')
             record = json.loads(data.decode(), parse_constant=_no_constant)
             wrong = invalid(record, SCHEMA)
             if wrong:
-                capture = isinstance(record, dict) and 'capture' in record
-                raise ValueError('a capture, which stream_client.py --input judges' if capture else wrong)
+                raise ValueError(wrong)
         except UnicodeDecodeError:
             self.skipped.append(f'{source}: is no record: not UTF-8')
         except RecursionError:
@@ -278,6 +282,10 @@ class Reader:
                 record['text'] = ''
             self.runs.append(Run(source, record))
             self._progress(len(self.runs))
+
+
+def _lines(file: Any) -> Iterator[bytes]:
+    return iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b'')
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -1140,6 +1148,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _say(line: str) -> None:
+    try:
+        if sys.stderr is not None:  # closed at start
+            print(f'stream_report.py: {line}', file=sys.stderr, flush=True)
+    except OSError:
+        pass
+
+
 def _progress() -> Callable[[int], None]:
     last = time.monotonic()
 
@@ -1147,7 +1163,7 @@ def _progress() -> Callable[[int], None]:
         nonlocal last
         if time.monotonic() - last >= PROGRESS_S:
             last = time.monotonic()
-            print(f'stream_report.py: {count} records read', file=sys.stderr, flush=True)
+            _say(f'{count} records read')
 
     return tell
 
@@ -1164,22 +1180,22 @@ def _refuse_existing(path: str, force: bool, read: set[tuple[int, int]]) -> None
 
 
 def _write(path: str, pieces: Iterable[str], force: bool) -> None:
-    """Write a file whole or not at all: under another name first, which then takes its place."""
-    temporary = os.path.join(os.path.dirname(path), f'.stream-{os.urandom(8).hex()}.tmp')
+    """Write a file whole or not at all: exclusively, or under another name that then takes its place."""
+    written = os.path.join(os.path.dirname(path), f'.stream-{os.urandom(8).hex()}.tmp') if force else path
     try:
-        with open(temporary, 'x', encoding='utf-8') as file:
-            file.writelines(pieces)
-        if force:
-            os.replace(temporary, path)
-        else:
-            os.link(temporary, path)  # exclusive
+        with open(written, 'x', encoding='utf-8') as file:
+            try:
+                file.writelines(pieces)
+                file.flush()
+                if force:
+                    os.replace(written, path)
+            except BaseException:
+                os.unlink(written)
+                raise
     except FileExistsError:
         raise Refused(f'{shown(path)}: exists; --force replaces it') from None
     except OSError as exc:
         raise Refused(f'{shown(path)}: cannot be written: {exc.strerror}') from None
-    finally:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
 
 
 def _summarise(runs: Sequence[Run], skipped: Sequence[str]) -> Iterator[str]:
@@ -1221,6 +1237,8 @@ def report(argv: Sequence[str] | None) -> Iterator[str]:
     if not args.paths:
         raise Refused('no PATH: name records, directories, or - for lines on standard input')
     targets = [path for path in (args.html, args.junit) if path not in (None, '-')]
+    if len(targets) > len({os.path.realpath(path) for path in targets}):
+        raise Refused('--html and --junit name one file')
     reader = Reader(args.html is not None, _progress())
     for path in targets:
         _refuse_existing(path, args.force, set())
@@ -1229,7 +1247,7 @@ def report(argv: Sequence[str] | None) -> Iterator[str]:
     for path in targets:
         _refuse_existing(path, args.force, reader.files)
     for line in reader.skipped:
-        print(f'stream_report.py: skipped {shown(line)}', file=sys.stderr)
+        _say(f'skipped {shown(line)}')
     if not reader.runs:
         raise Refused('there is no record to report')
     yield from _outputs(args, reader.runs, reader.skipped)
@@ -1239,16 +1257,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status (0 or 2; 130 by SIGINT)."""
     try:
         for line in report(argv):
-            sys.stdout.buffer.write(f'{line}\n'.encode())
-        sys.stdout.flush()
+            if sys.stdout is not None:  # closed at start
+                sys.stdout.buffer.write(f'{line}\n'.encode())
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except Refused as exc:
-        print(f'stream_report.py: {exc}', file=sys.stderr)
+        _say(str(exc))
         return 2
     except BrokenPipeError:  # whoever read it has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as exc:
-        print(f'stream_report.py: standard output: {exc.strerror}', file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so once more at its end
+        _say(f'standard output: {exc.strerror}')
         return 2
     except KeyboardInterrupt:
         return 130

@@ -2991,7 +2991,6 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
         (self.here / 'records' / '.stream-1.tmp').write_bytes(b'{')
         (self.here / 'records' / 'note.txt').write_bytes(b'?')
         os.symlink('000.json', self.here / 'records' / 'again.json')
-        os.mkfifo(self.here / 'records' / 'fifo.json')
 
         def sources(*args: str, **kwargs: Any) -> list[str]:
             told = json.loads(self.report('--json', *args, **kwargs).stdout)
@@ -3016,24 +3015,27 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
             'false.json': whole.replace(b'"ok": true', b'"ok": false'), 'negative.json': whole.replace(b'"content_events": 2', b'"content_events": -1'),
             'huge.json': whole.replace(b'"completion_tokens": 3', b'"completion_tokens": ' + b'9' * 5000),
             'infinite.json': re.sub(rb'"duration_ms": [0-9.]+', b'"duration_ms": 1e999', whole),
-            'capture.jsonl': b'{"capture": 1, "status": 200, "headers": {}}\n', 'name\x1b[2J\n.json': b'x',
+            'a:1.json': b'', 'name\x1b[2J\n.json': b'x',
         }
         for name, raw in bad.items():
             (self.here / 'records' / name).write_bytes(raw)
         (self.here / 'records' / 'gone.json').symlink_to('nowhere')
+        os.mkfifo(self.here / 'records' / 'fifo.json')
+        (self.here / 'records' / 'capture.json').write_bytes(b'{"capture": 1, "status": 200, "headers": {}}\n{"ms": 1, "text": ""}\n')
         done = self.report('records', '--json')
         told = json.loads(done.stdout)
         self.assertEqual((done.returncode, told['origins']['synthetic']['total']['runs']), (0, 1))
         said = dict(re.findall(r'^stream_report\.py: skipped records/(.*?): is no record: (.*)$', done.stderr, re.MULTILINE))
-        self.assertEqual(done.stderr.count('\n'), len(bad))
+        self.assertIn('records/capture.json: is no record but a capture, which stream_client.py --input judges\n', done.stderr)
+        self.assertEqual(re.findall('(.*): is no regular file', done.stderr), [f'stream_report.py: skipped records/{name}.json' for name in ('fifo', 'gone')])
+        self.assertEqual(done.stderr.count('\n'), len(bad) + 3)
         self.assertEqual(set(said), {name.replace('\x1b', '\\x1b').replace('\n', '\\x0a') for name in bad})
         self.assertEqual({name: said[name] for name in ('later.json', 'true.json', 'short.json', 'false.json', 'list.json', 'deep.json', 'bytes.json', 'nan.json',
-                                                        'capture.jsonl', 'negative.json')}, {
+                                                        'negative.json')}, {
             'later.json': 'schema_version: 2 is not 1', 'true.json': 'schema_version: true is not 1', 'short.json': 'the record: has no outcome',
             'false.json': 'outcome: "passed" does not match ^(?!passed$)', 'list.json': 'the record: an array is no object', 'deep.json': 'nested too deeply',
-            'bytes.json': 'not UTF-8', 'nan.json': 'NaN is not JSON', 'capture.jsonl': 'a capture, which stream_client.py --input judges',
-            'negative.json': 'content_events: -1 is out of range'})
-        self.assertEqual(len(told['skipped']), len(bad))
+            'bytes.json': 'not UTF-8', 'nan.json': 'NaN is not JSON', 'negative.json': 'content_events: -1 is out of range'})
+        self.assertEqual(len(told['skipped']), len(bad) + 3)
 
     def test_what_is_refused(self) -> None:
         self.put(like())
@@ -3043,6 +3045,7 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
         self.refused('missing: there is no such file or directory', 'missing')
         self.refused('unrecognized arguments: --jso', 'records', '--jso')
         self.refused('argument --compare: expected 2 arguments', 'records', '--compare', 'a')
+        self.refused('--html and --junit name one file', 'records', '--html', 'x', '--junit', './x')
         for out in ('--junit', '--html'):
             self.refused('records: names a directory', 'records', out, 'records')
             self.refused('bad.json: exists; --force replaces it', 'records', out, 'bad.json')
@@ -3141,6 +3144,10 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
             assert process.stdout and process.stderr
             process.stdout.close()
             self.assertEqual((process.stderr.read(), process.wait(30)), (b'', 0))
+        for closed, args, status in (('<&-', '-', 2), ('>&-', 'records', 0), ('2>&-', 'records', 0), ('>&- 2>&-', 'nothing', 2)):
+            ran = subprocess.run(f'exec {shlex.quote(sys.executable)} {REPORT} {args} {closed}', shell=True, cwd=self.here, env=environment(),
+                                 capture_output=True, text=True, timeout=60)
+            self.assertEqual((ran.returncode, ran.stderr), (status, 'stream_report.py: standard input is closed\n' if args == '-' else ''), closed)
         with open('/dev/full', 'wb') as full:
             done = self.report('records', stdout=full, stderr=subprocess.PIPE, capture_output=False)
         self.assertEqual((done.returncode, done.stderr), (2, 'stream_report.py: standard output: No space left on device\n'))
