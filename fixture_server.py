@@ -990,9 +990,9 @@ def server(port: int = 18080, mode: str = 'ok', delay: float = 0.05, *, fragment
 def replayed(path: str) -> Callable[[Request], Iterable[Step]]:
     """The recorded answer in a file: a capture of the client, with its timing, or plain body bytes (``curl -sN > FILE``).
 
-    A capture is JSON lines: first the head (``capture``, ``status``, ``headers``), then a line a read (``ms`` since the head,
-    and ``text``, or ``base64`` where it is not UTF-8), last how it ended (``end``, ``outcome``). Raises OSError, or ValueError for a
-    capture that is malformed.
+    A capture is JSON lines: first the head (``capture``, ``headers``, and ``status``, null where none came), then a line a read
+    (``ms`` since the head, and ``text``, or ``base64`` where it is not UTF-8), last how it ended (``end``, ``outcome``).
+    Raises OSError, or ValueError for a capture that is malformed.
     """
     with open(path, 'rb') as file:
         data = file.read()
@@ -1004,7 +1004,7 @@ def replayed(path: str) -> Callable[[Request], Iterable[Step]]:
         reads = [(float(line['ms']), line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True))
                  for line in lines if 'end' not in line and line.get('text') != '']
         last = lines[-1] if lines and 'end' in lines[-1] else {'end': None}
-        start = head(*fields, CHUNKED, status=f'{int(first["status"])} Replayed')
+        start = b'' if first['status'] is None else head(*fields, CHUNKED, status=f'{int(first["status"])} Replayed')
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f'{path} is a malformed capture') from None
 

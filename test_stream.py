@@ -2786,7 +2786,8 @@ class FixtureTest(Directory):
 
     def test_a_capture_is_replayed(self) -> None:
         expected = {'ok': 'passed', 'broken': 'no_done', 'bad-utf8': 'not_utf8', 'reset-midway': 'connection_reset',
-                    'stall-after-text': 'idle_timeout', 'http-error': 'http_status'}
+                    'stall-after-text': 'idle_timeout', 'http-error': 'http_status', 'closed-at-once': 'closed_before_head',
+                    'stall-before-head': 'idle_timeout'}
         with fixture(delay=0.15) as url:
             for mode, outcome in expected.items():
                 with self.subTest(mode):
