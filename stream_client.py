@@ -2726,22 +2726,22 @@ class Recording(ChatStream):
     def _exchange(self) -> Iterator[str]:
         self.framed = body = Body(Framing(False, None), max_bytes=self.options['max_stream_bytes'])
         self.clock.enter('framing', 'waiting for the body')
-        self.marks['head'] = self.clock.start
         try:
             for at, raw in self._reads():
                 data = body.feed(raw)
                 if self.chat.done:
                     self._count(data, at)
-                    if body.failure:
-                        break
-                    continue
-                if self.timed and self.response['status'] != 200:
-                    raise StreamFailure('http_status', f'the capture says status {self.response["status"]}')
-                yield from self._judge(data, at)
-                if self.chat.done:
-                    self.clock.grace(DRAIN_S)
-                elif body.failure:
-                    raise body.failure
+                else:
+                    if self.timed and self.response['status'] != 200:
+                        raise StreamFailure('http_status', f'the capture says status {self.response["status"]}')
+                    yield from self._judge(data, at)
+                    if self.chat.done:
+                        self.clock.grace(DRAIN_S)
+                    elif body.failure:
+                        raise body.failure
+                if body.failure:
+                    self._last = {'end': None}
+                    break
         except _GraceOver:
             self._last = {'end': 'open'}
         self._verdict()
@@ -2751,7 +2751,7 @@ class Recording(ChatStream):
         last, chat = self._last, self.chat
         self.body_end, outcome = last.get('end'), last.get('outcome', '')
         if chat.done:
-            if last and not self.body_end and outcome != 'interrupted':
+            if last and not self.body_end and outcome != 'interrupted':  # as in _drain
                 chat.warnings['unclean_end'] = 1
         elif not self.timed:
             self._refuse_other_input()
@@ -2775,16 +2775,18 @@ class Recording(ChatStream):
         first = b''
         for piece in pieces:
             first += piece
-            if len(first) >= len(CAPTURE_START) or not CAPTURE_START.startswith(first):
+            if not any(start.startswith(first) and start != first for start in (CAPTURE_START, b'HTTP/')):
                 break
+        pieces = itertools.chain([first], pieces)
         if first.startswith(CAPTURE_START):
             self.timed = True
-            yield from self._captured(itertools.chain([first], pieces))
+            yield from self._captured(pieces)
             return
-        self._begins = first[:MAX_ERROR_BODY_BYTES]
-        if re.match(rb'HTTP/[0-9.]+ [0-9]', first):
+        if first.startswith(b'HTTP/'):
             raise StreamFailure('not_event_stream', 'the input begins with a status line: record the body alone (curl without -i)')
-        for piece in itertools.chain([first], pieces):
+        self.marks['head'] = self.clock.start
+        for piece in pieces:
+            self._begins = (self._begins + piece)[:MAX_ERROR_BODY_BYTES]
             yield self.clock.start, piece
 
     def _pieces(self) -> Iterator[bytes]:
@@ -2794,26 +2796,29 @@ class Recording(ChatStream):
             while not self._regular and not poller.poll(math.ceil(self.clock.remaining() * 1000)):
                 pass
             try:
-                piece = self._file.read(READ_BYTES)
+                piece: bytes | None = self._file.read(READ_BYTES)
             except OSError as exc:
                 raise Refused('input', f'cannot be read: {exc.strerror}') from None
             self.clock.moved = self.clock.now()
-            if not piece:
+            if piece == b'':
                 return
-            yield piece
+            if piece:  # None where another reader of this pipe was faster
+                yield piece
 
     def _captured(self, pieces: Iterable[bytes]) -> Iterator[tuple[float, bytes]]:
         number, held = 0, b''
         for piece in itertools.chain(pieces, [b'']):
-            *lines, held = (held + piece).split(b'\n') if piece else ([held] if held else []) + [b'']
+            *lines, held = (held + piece).split(b'\n') if piece else (held, b'')  # at its end a line may be cut
             for line in lines:
+                if not piece and not line:
+                    return
                 number += 1
                 try:
                     found = self._line(number, strict_json(line.decode()))
                 except Refused:
                     raise
                 except (ValueError, KeyError, TypeError, AttributeError):
-                    if not piece:  # cut: its writer was killed
+                    if not piece:
                         return
                     raise Refused('input', f'is a malformed capture: line {number}') from None
                 if found:
@@ -2829,12 +2834,12 @@ class Recording(ChatStream):
         if number == 1:
             if line['capture'] != 1:
                 raise Refused('input', 'is a capture of a later version')
-            self.marks['head'] = self.marks['end'] = self.clock.start + ms  # the end is where the capture has come to
+            self.marks['end'] = self.clock.start + ms  # where the capture has come to
             status, synthetic, began = line['status'], line.get('synthetic'), line.get('started_at')
             fields = {k: self.secret.quote(str(v)) for k, v in line['headers'].items() if k in RECORDED_FIELDS}
             self.response.update(status=status if _count(status) else None, headers=None if status is None else fields)
-            if status is None:
-                del self.marks['head']
+            if status is not None:
+                self.marks['head'] = self.marks['end']
             self.synthetic = synthetic if isinstance(synthetic, bool) else None
             self.started_at = began if isinstance(began, str) and re.fullmatch(UTC, began) else None
             return None

@@ -2591,12 +2591,24 @@ class OfflineTest(Directory):
             (b'{"other": 1}\n{"other": 2}\n', 'the input is NDJSON: "{"other": 1}\\x0a{"other": 2}"'),
         ]:
             (self.here / 'body').write_bytes(body)
-            record = judged_offline(str(self.here / 'body'))
-            self.assertEqual((record['outcome'], record['error']), ('not_event_stream', error))
+            for size in (1, 7, 65_536):
+                with unittest.mock.patch.object(stream_client, 'READ_BYTES', size):
+                    record = judged_offline(str(self.here / 'body'))
+                self.assertEqual((record['outcome'], record['error']), ('not_event_stream', error))
         for body, outcome in [(b'', 'no_done'), (b': alive\n\n', 'no_done'), (b'error: {"message": "x"}\n\n', 'server_error'), (b'\x1f\x8b\x08', 'not_utf8'),
-                              (data(TEXT, STOP, DONE, DONE), 'passed'), (b'{"captu', 'not_event_stream'), (b'{"capture":', 'unfinished')]:
+                              (data(TEXT, STOP, DONE, DONE), 'passed'), (b'{"captu', 'not_event_stream'), (b'{"capture":', 'unfinished'), (b'data: {"choices"', 'no_done'), (b'HTT', 'not_event_stream')]:
             (self.here / 'body').write_bytes(body)
-            self.assertEqual(judged_offline(str(self.here / 'body'))['outcome'], outcome, body)
+            for size in (1, 65_536):
+                with unittest.mock.patch.object(stream_client, 'READ_BYTES', size):
+                    self.assertEqual(judged_offline(str(self.here / 'body'))['outcome'], outcome, body)
+
+    def test_more_than_the_limit_after_done_changes_nothing(self) -> None:
+        body = data(TEXT, STOP, DONE)
+        for size in (50, len(body) + 10, 65_536):
+            (self.here / 'body').write_bytes(body + b':' * 1000)
+            with unittest.mock.patch.object(stream_client, 'READ_BYTES', size):
+                record = judged_offline(str(self.here / 'body'), max_stream_bytes=len(body) + 5)
+            self.assertEqual((record['outcome'], [w['code'] for w in record['warnings']]), ('passed', ['unclean_end']))
 
     def test_a_malformed_capture_is_refused_and_leaves_nothing(self) -> None:
         good = json.dumps(self.READS[0])
