@@ -1899,13 +1899,13 @@ class ActionTest(InteropTest, Directory):
         return found | {'artifact': name}
 
     def test_a_whole_answer(self) -> None:
-        passed, outputs = self.asked(model='mode:ok', prompt='Say it.', max_tokens='7', idle='3', deadline='9', label='nightly',
-                                     args='--note=image=vllm\n\n--first-text=4\n--deadline=1\n')
+        passed, outputs = self.asked(model='mode:ok', prompt='Say it.', max_tokens='7', idle='30', deadline='90', label='nightly',
+                                     args='--note=image=vllm\n\n--first-text=40\n--deadline=1\n')
         self.assertTrue(passed, self.runner.log)
         self.assertEqual({**outputs, 'record': ''}, {'record': '', 'ok': 'true', 'outcome': 'passed', 'exit-status': '0'})
         record = self.record(outputs)
         self.assertEqual((record['label'], record['notes'], record['model'], record['text']), ('nightly', {'image': 'vllm'}, 'mode:ok', 'READY ✓'))
-        self.assertEqual(record['request']['clocks_s'], {'idle': 3, 'deadline': 9, 'first_text': 4, 'stall': None})
+        self.assertEqual(record['request']['clocks_s'], {'idle': 30, 'deadline': 90, 'first_text': 40, 'stall': None})
         self.assertEqual(record['request']['sampling']['max_tokens'], 7)
         self.assertEqual(record['artifact'], Path(outputs['record']).stem)
         self.assertIn('1 of 1 passed', self.runner.summary)
