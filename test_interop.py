@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import fixture_server
 from stream_client import FAILURES, ChatCompletion, StreamFailure, stream
-from stream_report import MAX_DRAWN, MAX_LISTED, Run, page
+from stream_report import MAX_DRAWN, MAX_LISTED, SCHEMA, Run, invalid, page
 from test_stream import Directory, Raw, environment, example, example_offline, like, read_request, run, sending
 
 if TYPE_CHECKING:
@@ -287,6 +287,7 @@ class InteropTest(unittest.TestCase):
         record = checked.record
         shown = json.dumps({k: v for k, v in record.items() if k not in ('event_gaps_ms', 'capture')}, ensure_ascii=False)
         self.assertEqual(record['outcome'], outcome, shown)
+        self.assertIsNone(invalid(record, SCHEMA))
         self.assertEqual(checked.status, 0 if outcome == 'passed' else 1, checked.view)
         self.assertFalse(record['synthetic'] and type(self).__name__ in ('VllmTest', 'LlamaTest', 'TransformersTest'))
         for name, value in members.items():

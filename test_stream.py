@@ -83,6 +83,29 @@ HAS_HTTPX = importlib.util.find_spec('httpx') is not None
 LONG = os.environ.get('STREAM_LONG') == '1'
 
 
+# --- every record is one --------------------------------------------------------------------------------------------------
+
+INVALID: list[str] = []  # what was wrong with records that any test made
+_build_record = stream_client.build_record
+
+
+def note_invalid(record: dict[str, Any]) -> dict[str, Any]:
+    """Hold a record against the schema; it comes to light at the end, since the client takes an exception for a fault of its own."""
+    wrong = invalid(record, SCHEMA)
+    if wrong:
+        INVALID.append(f'{record.get("outcome")}: {wrong}')
+    return record
+
+
+def setUpModule() -> None:
+    stream_client.build_record = lambda run: note_invalid(_build_record(run))
+
+
+def tearDownModule() -> None:
+    stream_client.build_record = _build_record
+    assert not INVALID, INVALID[:5]
+
+
 # --- helpers ------------------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +118,10 @@ def environment(**more: str) -> dict[str, str]:
 def run(*args: str, env: dict[str, str] | None = None, program: str = CLIENT, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     """The client as a command, in a directory of the caller's choice (cwd=)."""
     kwargs = {'capture_output': True, 'text': True, 'timeout': 60, **kwargs}
-    return subprocess.run([sys.executable, program, *args], env=environment(**(env or {})), **kwargs)
+    done = subprocess.run([sys.executable, program, *args], env=environment(**(env or {})), **kwargs)
+    if '-' in args and (done.stdout or '').startswith('{"ok": ') and '"schema_version": ' in done.stdout:
+        note_invalid(json.loads(done.stdout))
+    return done
 
 
 def patched(code: str, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
@@ -1955,6 +1981,12 @@ class Directory(unittest.TestCase):
         temporary = tempfile.TemporaryDirectory()
         self.addCleanup(temporary.cleanup)
         self.here = Path(temporary.name)
+
+    def tearDown(self) -> None:
+        for path in self.here.glob('*.json'):
+            raw = path.read_bytes() if path.is_file() else b''
+            if raw.startswith(b'{\n "ok": '):
+                note_invalid(json.loads(raw))
 
     def names(self) -> list[str]:
         """What stands in the directory."""
