@@ -999,7 +999,8 @@ def replayed(path: str) -> Callable[[Request], Iterable[Step]]:
     if not data.startswith(b'{"capture":'):
         return lambda _: (head(*EVENT_STREAM, CHUNKED), *([framed(data)] if data else []), LAST)
     try:
-        first, *lines = [dict(json.loads(line)) for line in data.splitlines()]
+        whole, _, _cut = data.rpartition(b'\n')  # a killed writer's last line may be cut
+        first, *lines = [dict(json.loads(line)) for line in whole.split(b'\n')]
         fields = [f'{k}: {v}' for k, v in first['headers'].items() if k not in ('transfer-encoding', 'content-length', 'connection')]
         reads = [(float(line['ms']), line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True))
                  for line in lines if 'end' not in line and line.get('text') != '']

@@ -263,6 +263,22 @@ def _form(char: str) -> re.Pattern[str]:
     return re.compile(rf'{named}&#[xX]0{{0,6}}{code};|&#0{{0,6}}{ord(char)};|\\{{1,8}}u00{code}|%{code}|{plain}')
 
 
+def _starred(text: str, form: str) -> str:
+    r"""The text of JSON with asterisks in place of the key in this form (ones, where it is a number), and JSON still.
+
+    Where a backslash before it takes its first character for an escape (``\n``), that stays; where it only precedes it
+    (``\/``), it goes too.
+    """
+    def hide(found: re.Match[str]) -> str:
+        before = len(found[1]) % 2
+        kept = {'u': 5, **dict.fromkeys('ntrbf', 1)}.get(form[0], 0) if before else 0
+        gone = before if not kept else 0
+        star = '1' if form.isdigit() else '*'
+        return found[1][: len(found[1]) - gone] + form[:kept] + star * (gone + len(form) - kept)
+
+    return re.sub(rf'(\\*){re.escape(form)}', hide, text)
+
+
 class Secret:
     """The API key, which is to appear nowhere. ``mask`` takes it out of a text, before that text is cut to length.
 
@@ -280,6 +296,7 @@ class Secret:
         web = ''.join(c if c.isalnum() or c in '-._~' else f'%{ord(c):02X}' for c in self._hidden)
         exact = (self._hidden, once, once.replace('/', '\\/'), json.dumps(once)[1:-1], web)
         self._exact = sorted(set(exact), key=len, reverse=True) if self._hidden else []
+        self._may_start = re.compile(f'(?={_form(self._hidden[0]).pattern})') if self._hidden else None
 
     def _follow(self, text: str, at: int) -> tuple[int, int]:
         """How many characters of the key stand in ``text`` from ``at`` on, and where they end."""
@@ -296,7 +313,8 @@ class Secret:
         if not self._hidden or len(text) < len(self._hidden):
             return text
         for form in self._exact:
-            text = text.replace(form, '*' * len(form) if stars else '[key]')
+            if form in text:
+                text = _starred(text, form) if stars else text.replace(form, '[key]')
         if not re.search(r'[\\%&]|\n[ \t]', text):  # no escape, so there is no other form
             return text
         kept, at = [], 0
@@ -310,10 +328,10 @@ class Secret:
 
     def begins_at(self, text: str, least: int) -> int:
         """Where a start of the key, of ``least`` characters or more, stands at the end of ``text``; its length if none does."""
-        for start in range(max(0, len(text) - 24 * len(self._hidden)), len(text)) if self._hidden else ():
-            count, end = self._follow(text, start)
+        for may in self._may_start.finditer(text, max(0, len(text) - 24 * len(self._hidden))) if self._may_start else ():
+            count, end = self._follow(text, may.start())
             if count >= least and (end == len(text) or self._HALF.fullmatch(text, end)):
-                return start
+                return may.start()
         return len(text)
 
     def mask_cut(self, text: str) -> str:
@@ -1259,6 +1277,7 @@ class Clock:
         self.text_seen = False
         self.boundary, self.phase = 'resolve', 'resolving the host name'
         self.arrived: Callable[[], str] = lambda: 'nothing had arrived'
+        self.roused: Callable[[], None] = lambda: None  # asked at least once a second; may raise what ends the run
         self._grace: float | None = None
 
     def enter(self, boundary: str, phase: str) -> None:
@@ -1287,6 +1306,11 @@ class Clock:
         if not code:
             raise _GraceOver
         raise self.failure(code)
+
+    def wait_ms(self) -> int:
+        """How long the next poll may take, in milliseconds: until a clock runs out, and a second at most. Raises as ``remaining``."""
+        self.roused()
+        return math.ceil(min(self.remaining(), 1.0) * 1000)
 
     def failure(self, code: str) -> StreamFailure:
         """The failure that says which clock ran out, in which phase, and what had arrived."""
@@ -1374,7 +1398,7 @@ def resolve(host: str, port: int, clock: Clock) -> list[Any]:
         threading.Thread(target=look_up, name='resolver', daemon=True).start()
     except RuntimeError as exc:
         raise StreamFailure('resolve_failed', f'no thread for the resolver: {exc}') from None
-    while not over.wait(clock.remaining()):
+    while not over.wait(clock.wait_ms() / 1000):
         pass
     if not answer or isinstance(answer[0], Exception):
         reason = escaped(str(answer[0])) if answer else 'no address'
@@ -1501,7 +1525,7 @@ class Tunnel:
         clock.enter('tunnel', 'opening the SSH tunnel')
         poller = select.poll()
         poller.register(self.sock, select.POLLIN)
-        while not self._taken() and not poller.poll(min(5, math.ceil(clock.remaining() * 1000))):
+        while not self._taken() and not poller.poll(min(5, clock.wait_ms())):
             pass
         if self._taken():
             self.opened_at = clock.now()
@@ -1755,7 +1779,7 @@ class Wire:
 
     def _receive(self) -> bytes:
         while True:
-            if not self._readable.poll(math.ceil(self.clock.remaining() * 1000)):
+            if not self._readable.poll(self.clock.wait_ms()):
                 continue
             try:  # only now, since recv makes its buffer before it waits
                 raw = self.sock.recv(READ_BYTES)
@@ -1778,7 +1802,7 @@ class Wire:
             poller.register(fd, events)
         view = memoryview(data)
         while view:
-            ready = dict(poller.poll(math.ceil(self.clock.remaining() * 1000)))
+            ready = dict(poller.poll(self.clock.wait_ms()))
             if not ready:
                 continue
             try:
@@ -1971,14 +1995,7 @@ class Evidence:
 
     def drop(self) -> None:
         """Remove the file, if it is still ours: the run was refused."""
-        ours = os.fstat(self._fd)
-        try:
-            there = os.lstat(self.path)
-            if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
-                os.unlink(self.path)
-        except OSError:
-            pass
-        os.close(self._fd)
+        _unlink_ours(self._fd, self.path)
 
     def _temporary(self, data: bytes) -> tuple[str, int]:
         path = os.path.join(self.directory, f'.stream-{os.urandom(8).hex()}.tmp')
@@ -2010,6 +2027,17 @@ class Evidence:
             os.close(fd)
 
 
+def _unlink_ours(fd: int, path: str) -> None:
+    """Close a file of ours, and remove it if it still has its name."""
+    try:
+        if os.path.samestat(os.fstat(fd), os.lstat(path)):
+            os.unlink(path)
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
 CAPTURE_START = b'{"capture":'
 MAX_CAPTURE_LINE_BYTES = 8 * READ_BYTES  # a read of control characters, each of them six in JSON
 UTC = '[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z'
@@ -2019,17 +2047,16 @@ class Capture:
     """The received body as it arrives, one JSON line a read, each written at once, so that a killed run keeps its evidence.
 
     The first line is the head: ``{"capture": 1, "started_at": ..., "ms": when it came, "synthetic": ..., "status": ...,
-    "headers": {...}}``, with harmless fields only. Then a line a read: ``{"ms": since the head, "text": ...}``, or ``"base64"``
-    where it is not UTF-8. The last tells how it ended: ``{"end": ..., "outcome": ..., "boundary": ..., "error": ..., "ms": ...}``,
-    and ``incomplete`` where more came than the ``most`` bytes that the file may have. The key is masked with equal length, also
-    where reads cut it: a read that may end in its start waits for the next. Raises Refused; a write that fails ends the
-    capture, never the run.
+    "headers": {...}, "asked": {...}}``, with harmless fields only, and of the request what warnings rest on. Then a line a
+    read: ``{"ms": since the head, "text": ...}``, or ``"base64"`` where it is not UTF-8. The last tells how it ended: ``{"end":
+    ..., "outcome": ..., "boundary": ..., "error": ..., "ms": ...}``, and ``incomplete`` where the file would have more than
+    ``most`` bytes. The key is masked with equal length, also where reads cut it: a read that may end in its start waits for the
+    next. Raises Refused; a write that fails ends the capture, never the run.
     """
 
     def __init__(self, path: str, secret: Secret, most: int) -> None:
         self.path, self.secret = path, secret
-        self.incomplete = False
-        self._broken = False
+        self.begun = self.incomplete = self._broken = False
         self._left = most
         self._held: list[tuple[float, int]] = []  # reads that wait: their times and lengths ...
         self._text = ''  # ... and their bytes as characters, so that the key's forms can be looked for
@@ -2040,6 +2067,7 @@ class Capture:
 
     def line(self, value: Mapping[str, Any]) -> None:
         """Write one line."""
+        self.begun = True
         try:
             left = memoryview(to_json(value, one_line=True))
             self._left -= len(left)
@@ -2062,14 +2090,15 @@ class Capture:
         self.incomplete = self.incomplete or self._left <= 0
         if data and not self.incomplete:
             try:
-                self.line({'ms': ms, 'text': data.decode()})
+                line = {'ms': ms, 'text': data.decode()}
+                if self.secret.key and self.secret.key in to_json(line).decode():  # JSON's \n before the rest of it, say
+                    line = {'ms': ms, 'base64': base64.b64encode(data).decode()}
             except UnicodeDecodeError:
-                self.line({'ms': ms, 'base64': base64.b64encode(data).decode()})
+                line = {'ms': ms, 'base64': base64.b64encode(data).decode()}
+            self.line(line)
 
     def end(self, record: Mapping[str, Any]) -> None:
-        """Write the last line, and before it a head that says nothing where none had come."""
-        if not os.fstat(self._fd).st_size:
-            self.line({'capture': 1, 'started_at': record['started_at'], 'status': None, 'headers': {}})
+        """Write the last line."""
         self.read(record['duration_ms'], b'', last=True)
         boundary = record['failure'] and record['failure']['boundary']
         self.line({'end': record['delivery']['body_end'], 'outcome': record['outcome'], 'boundary': boundary, 'error': record['error'],
@@ -2077,9 +2106,8 @@ class Capture:
         os.close(self._fd)
 
     def drop(self) -> None:
-        """Remove the file: the run was refused."""
-        os.close(self._fd)
-        os.unlink(self.path)
+        """Remove the file, if it is still ours: the run was refused."""
+        _unlink_ours(self._fd, self.path)
 
 
 # --- run ----------------------------------------------------------------------------------------------------------------
@@ -2126,6 +2154,7 @@ DEFAULTS: Options = {
 }
 LIMITS = ('max_line_chars', 'max_event_chars', 'max_answer_chars', 'max_stream_bytes')
 CLOCKS = ('idle', 'deadline', 'first_text', 'stall')
+SHOWN_BY_BODY = ('events', 'json', 'protocol', 'completion')  # boundaries of what a body shows by itself
 RECORDED_OPTIONS = ('accept_finish', 'tolerate', 'fail_on', *LIMITS, 'label', 'notes', 'token', 'idle', 'deadline')
 BODY_ENDS = ('last_chunk', 'length', 'closed', 'open')
 FIXED_MEMBERS = ('stream', 'n', 'model', 'messages')  # of the request body: what the verdict rests on
@@ -2406,9 +2435,19 @@ class ChatStream:
             self.failure = self._diagnosed(StreamFailure('internal', f'{type(exc).__name__} in the client'))
         except BaseException as exc:
             self.failure = StreamFailure('interrupted', str(exc) or type(exc).__name__)
+            if self.chat.done:  # in the wait for the end of the body, so the verdict stands
+                self.body_end = 'open'
+                self.failure = self._verdict_at_done()
             raise
         finally:
             self._end()
+
+    def _verdict_at_done(self) -> StreamFailure | None:
+        try:
+            self.chat.end(self.body_end)
+        except StreamFailure as failure:
+            return failure
+        return None
 
     def _diagnosed(self, failure: StreamFailure) -> StreamFailure:
         """What another thread closed was interrupted; a connection that ended before the verdict may have ended with its tunnel."""
@@ -2435,6 +2474,8 @@ class ChatStream:
             self.marks.setdefault('end', self.clock.now())
             self._record = build_record(self)
             if self.capture:
+                if not self.capture.begun:  # no head came
+                    self.capture.line(self._capture_head())
                 self.capture.end(self._record)
                 if self.capture.incomplete:
                     self.chat.warnings['capture_incomplete'] = 1
@@ -2517,8 +2558,7 @@ class ChatStream:
             headers={name: self.secret.quote(', '.join(v for k, v in fields if k.lower() == name))
                      for name in RECORDED_FIELDS if name in response.msg})
         if self.capture:
-            self.capture.line({'capture': 1, 'started_at': self.started_at, 'ms': self._ms('head'), 'synthetic': self.synthetic,
-                               'status': response.status, 'headers': self.response['headers']})
+            self.capture.line(self._capture_head())
         if response.status != 200:
             self._refuse_status(wire, response, fields)
         if self._stopped:
@@ -2670,6 +2710,11 @@ class ChatStream:
         if body.failure:
             self.chat.warnings['unclean_end'] = 1
 
+    def _capture_head(self) -> dict[str, Any]:
+        asked = {'model': self.model, 'max_tokens': self.chat.max_tokens, 'usage': self.chat.usage_asked}
+        head = {'capture': 1, 'started_at': self.started_at, 'ms': self._ms('head'), 'synthetic': self.synthetic}
+        return {**head, 'status': self.response['status'], 'headers': self.response['headers'], 'asked': self.secret.mask_all(asked)}
+
     def _count(self, data: bytes, at: float) -> None:
         """Book what came after [DONE]."""
         self._keep(data, at)
@@ -2688,15 +2733,19 @@ class ChatStream:
                 + (f', finish_reason "{self.secret.quote(chat.finish_reason)}"' if chat.finish_reason else ''))
 
 
+def _not_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # not for a writer of a FIFO: clocks wait
+
+
 class Recording(ChatStream):
     """A body that was recorded, judged offline: a capture, or the plain bytes of an event stream (``curl -sN``).
 
-    ``source`` is a path, or a descriptor, which may be a pipe that is still being written. Of the options of ``ChatStream`` it
+    ``source`` is a path or a descriptor, which may be a pipe that is still being written. Of the options of ``ChatStream`` it
     has RECORDED_OPTIONS; ``model`` is the one that was asked for, where that is known. The record has an empty ``request``,
     and times only where a capture has them. Raises Refused for a file that cannot be read and for a malformed capture.
     """
 
-    def __init__(self, source: str | int, model: str | None = None, **options: Unpack[Options]) -> None:
+    def __init__(self, source: str | os.PathLike[str] | int, model: str | None = None, **options: Unpack[Options]) -> None:
         options = {'idle': MAX_CLOCK_S, 'deadline': MAX_CLOCK_S, **options}
         self._take_options(options, RECORDED_OPTIONS)
         self.model = None if model is None else checked_text('model', model, 1024)
@@ -2706,7 +2755,7 @@ class Recording(ChatStream):
         self._last: dict[str, Any] = {}  # the last line of a capture
         self._begins = b''  # plain bytes, for the message where they are no event stream
         try:
-            self._file = open(source, 'rb', buffering=0, closefd=isinstance(source, str))
+            self._file = open(source, 'rb', buffering=0, closefd=not isinstance(source, int), opener=_not_waiting)
             self._regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
         except (OSError, ValueError) as exc:
             raise Refused('input', f'cannot be read: {getattr(exc, "strerror", None) or exc}') from None
@@ -2751,13 +2800,13 @@ class Recording(ChatStream):
         last, chat = self._last, self.chat
         self.body_end, outcome = last.get('end'), last.get('outcome', '')
         if chat.done:
-            if last and not self.body_end and outcome != 'interrupted':  # as in _drain
+            if last and not self.body_end:  # as in _drain
                 chat.warnings['unclean_end'] = 1
         elif not self.timed:
             self._refuse_other_input()
         elif not last or last.get('incomplete'):
             raise StreamFailure('unfinished', f'the capture {"reached its bound" if last else "has no last line: its run was killed"}')
-        elif not self.body_end and outcome in FAILURES:  # what no body shows: a reset, say, or a clock
+        elif outcome in FAILURES and (not self.body_end or FAILURES[outcome].boundary not in SHOWN_BY_BODY):  # a reset, say, or a clock
             reached = last['boundary'] if last.get('boundary') in BOUNDARIES else self.clock.boundary
             raise StreamFailure(outcome, self.secret.quote(last.get('error') or 'so says the capture', 1000),
                                 boundary=FAILURES[outcome].boundary or reached)
@@ -2793,7 +2842,9 @@ class Recording(ChatStream):
         poller = select.poll()
         poller.register(self._file, select.POLLIN)
         while True:
-            while not self._regular and not poller.poll(math.ceil(self.clock.remaining() * 1000)):
+            if self._regular and not self.chat.done:
+                self.clock.remaining()
+            while not self._regular and not poller.poll(self.clock.wait_ms()):
                 pass
             try:
                 piece: bytes | None = self._file.read(READ_BYTES)
@@ -2814,33 +2865,36 @@ class Recording(ChatStream):
                     return
                 number += 1
                 try:
+                    if len(line) > MAX_CAPTURE_LINE_BYTES:
+                        raise ValueError('longer than any that is written')
                     found = self._line(number, strict_json(line.decode()))
                 except Refused:
                     raise
-                except (ValueError, KeyError, TypeError, AttributeError):
-                    if not piece:
+                except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+                    if not piece or self.chat.done:
                         return
                     raise Refused('input', f'is a malformed capture: line {number}') from None
                 if found:
                     yield found
-            if len(held) > MAX_CAPTURE_LINE_BYTES:
+            if len(held) > MAX_CAPTURE_LINE_BYTES and not self.chat.done:
                 raise Refused('input', f'is a malformed capture: line {number + 1}')
 
     def _line(self, number: int, line: dict[str, Any]) -> tuple[float, bytes] | None:
         """Take a line of a capture in; what it says of a read. Raises what a malformed line leads to."""
-        ms = float(line.get('ms', 0)) / 1000
-        if not 0 <= ms <= MAX_CLOCK_S:
+        ms = float(line.get('ms') or 0) / 1000
+        if not 0 <= ms <= 2 * MAX_CLOCK_S:
             raise ValueError('no time')
         if number == 1:
             if line['capture'] != 1:
                 raise Refused('input', 'is a capture of a later version')
             self.marks['end'] = self.clock.start + ms  # where the capture has come to
             status, synthetic, began = line['status'], line.get('synthetic'), line.get('started_at')
-            fields = {k: self.secret.quote(str(v)) for k, v in line['headers'].items() if k in RECORDED_FIELDS}
+            fields = {k: self.secret.quote(str(v)) for k, v in (line['headers'] or {}).items() if k in RECORDED_FIELDS}
             self.response.update(status=status if _count(status) else None, headers=None if status is None else fields)
             if status is not None:
                 self.marks['head'] = self.marks['end']
             self.synthetic = synthetic if isinstance(synthetic, bool) else None
+            self._take_asked(line.get('asked'))
             self.started_at = began if isinstance(began, str) and re.fullmatch(UTC, began) else None
             return None
         if self._last:
@@ -2852,6 +2906,14 @@ class Recording(ChatStream):
         self._passed(self.marks['head'] + ms)
         data = line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True)
         return self.marks['end'], data
+
+    def _take_asked(self, asked: Any) -> None:
+        if isinstance(asked, dict):
+            model, most = asked.get('model'), asked.get('max_tokens')
+            if self.model is None and isinstance(model, str):
+                self.model = self.chat.asked_model = model
+            self.chat.max_tokens = most if _count(most) else None
+            self.chat.usage_asked = asked.get('usage') is True
 
     def _passed(self, at: float) -> None:
         if at < self.marks['end']:
@@ -3011,33 +3073,39 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP, each unless it was ignored at start: raised once, and only while ``armed``.
+    """SIGINT, SIGTERM and SIGHUP, each unless it was ignored at start: raised once, and only while armed.
 
-    A signal that comes at another moment (while the record is written, say) is kept; ``arm`` raises it.
+    A signal that comes at another moment (while the record is written, say) is kept; ``arm`` raises it. So does ``check``, since
+    Python drops an exception that a handler raises within a finalizer or a callback of the garbage collector.
     """
 
     def __init__(self) -> None:
-        self.armed = False
+        self._armed = self._raising = False
         self.pending = 0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.armed:
-            self.armed = False
-            raise Interrupted(number)
         self.pending = self.pending or number
+        if self._raising:
+            self._raising = False
+            raise Interrupted(number)
 
     def arm(self) -> None:
         """From here on a signal raises Interrupted."""
-        if self.pending:
+        self._armed = True
+        self.check()
+        self._raising = True
+
+    def check(self) -> None:
+        """Raise the signal that came, if one did."""
+        if self._armed and self.pending:
             raise Interrupted(self.pending)
-        self.armed = True
 
     def disarm(self) -> None:
         """From here on signals are only kept."""
-        self.armed = False
+        self._armed = self._raising = False
 
 
 def put(output: Any, text: str | bytes, patience: float = 0.5) -> bool:
@@ -3076,7 +3144,7 @@ class View:
         self.output = output
         self.show_text = show_text
         self.colour = _is_terminal(output) and not os.environ.get('NO_COLOR') and os.environ.get('TERM') != 'dumb'
-        self._open = False
+        self.open = False  # a line of text has no end yet
         self._kept: collections.deque[bytes] = collections.deque()
         self._kept_bytes = 0
 
@@ -3084,8 +3152,8 @@ class View:
         """Show a piece of the answer, with newlines as lines of their own and every other control character escaped."""
         if self.show_text:
             lines = [escaped(line) for line in piece.replace('\t', '    ').split('\n')]
-            shown = ('' if self._open else '| ') + '\n| '.join(lines)
-            self._open = True
+            shown = ('' if self.open else '| ') + '\n| '.join(lines)
+            self.open = True
             self._put(shown.encode(), 0)
 
     def _put(self, data: bytes, patience: float) -> None:
@@ -3117,7 +3185,7 @@ class View:
                          "the proxy's buffering (proxy_buffering), then the reader")
             if record['warnings']:
                 said += '; warnings: ' + ', '.join(w['code'] for w in record['warnings'])
-        line = ('\n' if self._open else '') + f'{mark} {escaped(said)}; record: {escaped(where)}\n'
+        line = ('\n' if self.open else '') + f'{mark} {escaped(said)}; record: {escaped(where)}\n'
         self._put(line.encode('utf-8', 'backslashreplace'), 0.5)
 
 
@@ -3192,8 +3260,8 @@ def make_parser() -> argparse.ArgumentParser:
     add('--system', type=_utf8, metavar='TEXT', help='a system message in front')
     add('--extra-body', type=_utf8, metavar='JSON', help='more members of the request body (sampling, chat_template_kwargs)')
     add('--max-tokens', type=_whole, metavar='N', help='default 128')
-    add('--idle', type=_decimal, metavar='S', help='longest wait without a byte (default 10)')
-    add('--deadline', type=_decimal, metavar='S', help='for the whole run (default 60)')
+    add('--idle', type=_decimal, metavar='S', help='longest wait without a byte (default 10; none with --input)')
+    add('--deadline', type=_decimal, metavar='S', help='for the whole run (default 60; none with --input)')
     add('--first-text', type=_decimal, metavar='S', help='fail when no visible text came by then')
     add('--stall', type=_decimal, metavar='S', help='fail when no event with data came for so long')
     add('--ca-file', metavar='FILE', help="trust these certificates (PEM) in place of the system's")
@@ -3260,7 +3328,7 @@ def _notes(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _recording_of(args: argparse.Namespace) -> ChatStream:
-    given = {name: value for name, value in vars(args).items() if value not in (None, False, [])}
+    given = {name: value for name, value in vars(args).items() if not (value is None or value is False or value == [])}
     odd = given.keys() - {'input', 'model', 'output', 'api_key_file', 'note', 'show_text', *RECORDED_OPTIONS}
     if odd:
         raise Refused(min(odd), 'says nothing with --input')
@@ -3319,6 +3387,7 @@ def _claim_standard_fds() -> None:
 def _carry_out(run: ChatStream, signals: Signals, view: View) -> int:
     """Run to the end; the number of the signal that ended it, or 0. The record is finished in any case."""
     try:
+        run.clock.roused = signals.check
         try:
             signals.arm()
             with run:
@@ -3351,7 +3420,7 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
         args.output = f'stream-{time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())}-{os.urandom(4).hex()}.json'
     try:
         if args.capture is not None:
-            run.capture = Capture(os.fsdecode(args.capture.encode()), run.secret, 4 * run.options['max_stream_bytes'])
+            run.capture = Capture(os.fsdecode(args.capture.encode()), run.secret, 4 * run.options['max_stream_bytes'] + 1_048_576)
         evidence = Evidence(os.fsdecode(args.output.encode()), to_json(run.record)) if args.output != '-' else None
     except Refused as exc:
         if run.capture:
@@ -3361,10 +3430,10 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
     return args, run, evidence, fixture
 
 
-def _refuse(exc: Refused) -> int:
+def _refuse(exc: Refused, before: str = '') -> int:
     flag = 'messages_file' if exc.argument == 'messages' else exc.argument
     flag = flag if flag in (KEY_VARIABLE, 'arguments') else '--' + flag.lstrip('-').replace('_', '-')
-    put(sys.stderr, f'stream_client.py: {escaped(flag)}: {escaped(exc.message)}\n')
+    put(sys.stderr, f'{before}stream_client.py: {escaped(flag)}: {escaped(exc.message)}\n')
     return 2
 
 
@@ -3388,7 +3457,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Refused as exc:  # a capture that is malformed further on
         if evidence:
             evidence.drop()
-        return _refuse(exc)
+        return _refuse(exc, '\n' if view.open else '')
     if fixture is not None:
         fixture.shutdown()
         fixture.server_close()
