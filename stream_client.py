@@ -2713,7 +2713,7 @@ class ChatStream:
     def _capture_head(self) -> dict[str, Any]:
         asked = {'model': self.model, 'max_tokens': self.chat.max_tokens, 'usage': self.chat.usage_asked}
         head = {'capture': 1, 'started_at': self.started_at, 'ms': self._ms('head'), 'synthetic': self.synthetic}
-        return {**head, 'status': self.response['status'], 'headers': self.response['headers'], 'asked': self.secret.mask_all(asked)}
+        return {**head, 'status': self.response['status'], 'headers': self.response['headers'] or {}, 'asked': self.secret.mask_all(asked)}
 
     def _count(self, data: bytes, at: float) -> None:
         """Book what came after [DONE]."""
@@ -2889,7 +2889,7 @@ class Recording(ChatStream):
                 raise Refused('input', 'is a capture of a later version')
             self.marks['end'] = self.clock.start + ms  # where the capture has come to
             status, synthetic, began = line['status'], line.get('synthetic'), line.get('started_at')
-            fields = {k: self.secret.quote(str(v)) for k, v in (line['headers'] or {}).items() if k in RECORDED_FIELDS}
+            fields = {k: self.secret.quote(str(v)) for k, v in line['headers'].items() if k in RECORDED_FIELDS}
             self.response.update(status=status if _count(status) else None, headers=None if status is None else fields)
             if status is not None:
                 self.marks['head'] = self.marks['end']
