@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import signal
 import stat
 import statistics
 import sys
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __version__ = '0.1.0'
 MAX_RECORD_BYTES = 67_108_864  # one record; the longest answer of default limits makes 7 MB
 MAX_ANNOTATIONS = 10  # what GitHub shows of one kind and step
-MAX_LISTED = 100  # failed runs in a job summary, which GitHub bounds to 1 MiB
+MAX_LISTED = 100  # labels, failed runs and skipped files in a job summary, each; GitHub drops one of more than 1 MiB
 PROGRESS_S = 2.0  # between two lines of progress on stderr
 SUMMARY_VARIABLE = 'GITHUB_STEP_SUMMARY'
 
@@ -56,7 +57,8 @@ def _or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
 _END = r'$(?!\n)'  # the end in ECMAScript's regular expressions, and in Python's too
 _TEXT = {'type': 'string'}
 _FLAG = {'type': 'boolean'}
-_COUNT = {'type': 'integer', 'minimum': 0}
+_COUNT = {'type': 'integer', 'minimum': 0, 'maximum': 2**63 - 1}
+_CLAIMED = {'type': 'integer', 'minimum': 0}  # what a server claims has no bound
 _TIME = {'type': 'number', 'minimum': 0, 'maximum': 1e12}  # milliseconds
 _SHA256 = {'type': 'string', 'pattern': '^[0-9a-f]{64}' + _END}
 _CODE = {'type': 'string', 'pattern': '^[a-z][a-z0-9_]*' + _END}
@@ -88,7 +90,7 @@ SCHEMA: dict[str, Any] = {
     **_object({
         'ok': _FLAG, 'outcome': _CODE, 'model': _or_null(_TEXT), 'text': _TEXT, 'first_text_ms': _or_null(_TIME),
         'duration_ms': _or_null(_TIME), 'content_events': _COUNT, 'event_gaps_ms': {'type': 'array', 'items': _TIME},
-        'finish_reason': _or_null(_TEXT), 'done': _FLAG, 'completion_tokens': _or_null(_COUNT), 'error': _or_null(_TEXT),
+        'finish_reason': _or_null(_TEXT), 'done': _FLAG, 'completion_tokens': _or_null(_CLAIMED), 'error': _or_null(_TEXT),
         'schema_version': {'const': 1},
         'failure': _or_null(_object({'code': _CODE, 'boundary': _CODE, 'message': _TEXT, 'hint': _TEXT, 'event': _or_null(_COUNT)})),
         'warnings': {'type': 'array', 'items': _object({'code': _CODE, 'count': _COUNT, 'message': _TEXT})},
@@ -100,7 +102,7 @@ SCHEMA: dict[str, Any] = {
             'finish', 'done', 'end'), _or_null(_TIME))),
         'delivery': _DELIVERY,
         'usage': _or_null(_object(dict.fromkeys(('completion_tokens', 'prompt_tokens', 'cached_tokens', 'reasoning_tokens'),
-                                                _or_null(_COUNT)))),
+                                                _or_null(_CLAIMED)))),
         'client': _object({'version': _TEXT, 'source_sha256': _or_null(_SHA256), 'python': _TEXT, 'platform': _TEXT}),
         'started_at': _or_null(_UTC), 'label': _or_null(_TEXT), 'notes': _TEXTS, 'synthetic': _or_null(_FLAG),
         'input': _or_null(_object({'kind': {'enum': ['capture', 'body']}, 'policy': _POLICY, 'limits': _LIMITS})),
@@ -125,7 +127,7 @@ def invalid(value: Any, schema: Mapping[str, Any]) -> str | None:
     Knows the keywords that SCHEMA uses, with their meaning in JSON Schema 2020-12 (an integer is written as one here).
     """
     found = _invalid(value, schema)
-    return found and (f'the record{found}' if found.startswith(':') else found.removeprefix('.'))
+    return found and found.removeprefix(': ').removeprefix('.')
 
 
 def _invalid(value: Any, schema: Mapping[str, Any]) -> str | None:
@@ -216,7 +218,10 @@ class Reader:
         if path == '-':
             if sys.stdin is None:
                 raise Refused('standard input is closed')
-            self._take_lines('standard input', _lines(sys.stdin.buffer))
+            try:
+                self._open('standard input', sys.stdin.buffer)
+            except OSError as exc:
+                raise Refused(f'standard input cannot be read: {exc.strerror}') from None
         elif os.path.isdir(path):
             self._directory(path)
         elif os.path.exists(path):
@@ -228,8 +233,10 @@ class Reader:
         found = False
         for directory, folders, names in os.walk(path, onerror=lambda exc: self.skipped.append(f'{exc.filename}: {exc.strerror}')):
             folders.sort()
+            self.skipped += [f'{os.path.join(directory, name)}: is a link to a directory' for name in folders
+                             if os.path.islink(os.path.join(directory, name))]
             for name in sorted(names):
-                if name.endswith(('.json', '.jsonl')) and not name.startswith('.'):
+                if name.endswith(('.json', '.jsonl')):
                     found = True
                     file = os.path.join(directory, name)
                     if os.path.isfile(file):
@@ -242,21 +249,25 @@ class Reader:
     def _file(self, path: str) -> None:
         try:
             with open(path, 'rb') as file:
-                there = os.fstat(file.fileno())
-                if stat.S_ISREG(there.st_mode):
-                    if (there.st_dev, there.st_ino) in self.files:
-                        return
-                    self.files.add((there.st_dev, there.st_ino))
-                lines = _lines(file)
-                first, second = next(lines, b''), next(lines, b'')
-                if first.startswith(b'{"capture":'):
-                    self.skipped.append(f'{path}: is no record but a capture, which stream_client.py --input judges')
-                elif first.rstrip() == b'{' or not second:  # a record alone
-                    self._take(path, first + second + file.read(MAX_RECORD_BYTES))
-                else:
-                    self._take_lines(path, itertools.chain((first, second), lines))
+                self._open(path, file)
         except OSError as exc:
             self.skipped.append(f'{path}: {exc.strerror}')
+
+    def _open(self, name: str, file: Any) -> None:
+        """Read a record alone, as the client writes it, or records one a line; which, its first line tells."""
+        there = os.fstat(file.fileno())
+        if stat.S_ISREG(there.st_mode):
+            if (there.st_dev, there.st_ino) in self.files:
+                return
+            self.files.add((there.st_dev, there.st_ino))
+        lines = _lines(file)
+        first, second = next(lines, b''), next(lines, b'')
+        if first.startswith(b'{"capture":'):
+            self.skipped.append(f'{name}: is no record but a capture, which stream_client.py --input judges')
+        elif first.rstrip() in (b'{', b'[') or not second:
+            self._take(name, first + second + file.read(MAX_RECORD_BYTES))
+        else:
+            self._take_lines(name, itertools.chain((first, second), lines))
 
     def _take_lines(self, name: str, lines: Iterable[bytes]) -> None:
         for number, line in enumerate(lines, 1):
@@ -268,7 +279,7 @@ class Reader:
             if len(data) > MAX_RECORD_BYTES:
                 raise ValueError(f'longer than {MAX_RECORD_BYTES} bytes')
             record = json.loads(data.decode(), parse_constant=_no_constant)
-            wrong = invalid(record, SCHEMA)
+            wrong = _not_read(record)
             if wrong:
                 raise ValueError(wrong)
         except UnicodeDecodeError:
@@ -282,6 +293,20 @@ class Reader:
                 record['text'] = ''
             self.runs.append(Run(source, record))
             self._progress(len(self.runs))
+
+
+def _not_read(record: Any) -> str | None:
+    """Why this is no record that can be told of, or None."""
+    version = record.get('schema_version') if isinstance(record, dict) else None
+    if type(version) is int and version > 1:
+        return f'schema_version {version} is later than 1, which this program knows'
+    wrong = invalid(record, SCHEMA)
+    if wrong or not record['failure']:
+        return wrong
+    for name, of in (('outcome', 'code'), ('error', 'message')):
+        if record[name] != record['failure'][of]:
+            return f'{name} and failure.{of} differ'
+    return None
 
 
 def _lines(file: Any) -> Iterator[bytes]:
@@ -302,7 +327,7 @@ def wilson(passed: int, runs: int) -> tuple[float, float]:
     middle = share + z * z / (2 * runs)
     half = z * math.sqrt(share * (1 - share) / runs + z * z / (4 * runs * runs))
     below = 1 + z * z / runs
-    return max(0.0, (middle - half) / below), min(1.0, (middle + half) / below)
+    return (middle - half) / below if passed else 0.0, (middle + half) / below if passed < runs else 1.0
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:
@@ -356,7 +381,7 @@ def parts(runs: Iterable[Run]) -> list[Part]:
     everything = list(runs)
     for name in ORIGINS:
         own = [run for run in everything if origin(run.record) == name]
-        own.sort(key=lambda run: (run.record['started_at'] or '', run.source))
+        own.sort(key=lambda run: run.record['started_at'] or '')  # those of one second as they were read
         labels: dict[str | None, list[Run]] = {}
         for run in own:
             labels.setdefault(run.record['label'], []).append(run)
@@ -375,9 +400,9 @@ ORIGINS = {
 # --- text ---------------------------------------------------------------------------------------------------------------
 
 # Controls, format characters, surrogates and what XML does not allow: what shows nothing, steers, or makes something look different
-_HIDDEN = re.compile('[\x00-\x1f\x7f-\x9f\xad\u034f\u0600-\u0605\u061c\u06dd\u070f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f'
-                     '\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff\U000110bd\U000110cd'
-                     '\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]')
+_HIDDEN = re.compile('[\x00-\x1f\x7f-\x9f\xad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f'
+                     '\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff'
+                     '\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]')
 _HIDDEN_BUT_LINES = re.compile(_HIDDEN.pattern.replace('\x00-\x1f', '\x00-\x08\x0b-\x1f'))
 
 
@@ -387,24 +412,29 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def shown(text: str, hidden: re.Pattern[str] = _HIDDEN) -> str:
-    """Text from a record or a file name, on one line, with everything that steers or hides written as an escape."""
-    return hidden.sub(_escape, text)
+    """Text from a record or a file name, on one line, with everything that steers or hides written as an escape.
+
+    So is ``##[``, which GitHub's runner takes for a command wherever it stands in a line of a log.
+    """
+    return hidden.sub(_escape, text).replace('##[', '#\\x23[')
 
 
 def width(text: str) -> int:
     """Columns that a text takes in a terminal."""
     if text.isascii():
         return len(text)
-    return sum(0 if unicodedata.category(c) in ('Mn', 'Me') else 2 if unicodedata.east_asian_width(c) in 'WF' else 1 for c in text)
+    return sum(0 if unicodedata.category(c) in ('Mn', 'Me') or '\u1160' <= c <= '\u11ff'  # marks; vowels and finals of Hangul
+               else 2 if unicodedata.east_asian_width(c) in 'WF' else 1 for c in text)
 
 
 def fitted(text: str, columns: int) -> str:
     """The text, cut with an ellipsis where it takes more columns than these."""
-    if width(text) <= columns:
+    cut = text[: 4 * columns]  # marks that take no column are that many at most
+    if cut == text and width(text) <= columns:
         return text
-    while width(text) >= columns:
-        text = text[:-1]
-    return text + '…'
+    while width(cut) >= columns:
+        cut = cut[:-1]
+    return cut + '…'
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -423,9 +453,15 @@ def ms(value: float | None) -> str:
     return '-' if value is None else f'{value:.1f}' if value < 1000 else f'{value:.0f}'
 
 
+def percent(part: float) -> str:
+    """A share in per cent with one decimal; all and none only where it is all or none."""
+    said = f'{part:.1%}'
+    return '>99.9%' if said == '100.0%' and part < 1 else '<0.1%' if said == '0.0%' and part > 0 else said
+
+
 def share(found: Mapping[str, Any]) -> str:
     """The share that passed with its interval, in per cent."""
-    return f'{found["share"]:.1%} [{found["share_low"]:.1%}, {found["share_high"]:.1%}]'
+    return f'{percent(found["share"])} [{percent(found["share_low"])}, {percent(found["share_high"])}]'
 
 
 def named(label: str | None) -> str:
@@ -495,6 +531,10 @@ COMPARED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 
 
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)  # 1 and true are two things
+
+
 def _comparable(labels: Sequence[str], runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
     sides = [[run for run in runs if run.record['label'] == label] for label in labels]
     for label, side in zip(labels, sides, strict=True):
@@ -506,10 +546,17 @@ def _comparable(labels: Sequence[str], runs: Sequence[Run]) -> tuple[list[Run], 
             raise Refused(f'--compare: {shown(offline.source)} was judged offline, so what was asked is not known')
     first = sides[0][0]
     for name, of in COMPARED.items():
-        other = next((run for side in sides for run in side if of(run.record) != of(first.record)), None)
+        asked = of(first.record)
+        other = next((run for side in sides for run in side if _text(of(run.record)) != _text(asked)), None)
         if other:
-            values = [shown(fitted(v if isinstance(v, str) else json.dumps(v), 120)) for v in (of(first.record), of(other.record))]
-            raise Refused(f'--compare: {name} differ: {values[0]} in {shown(first.source)}, {values[1]} in {shown(other.source)}')
+            values = [asked, of(other.record)]
+            member = ''
+            if isinstance(asked, dict):
+                member = next(k for k in {**values[0], **values[1]} if _text(values[0].get(k)) != _text(values[1].get(k)))
+                values = [value.get(member) for value in values]
+            told = [shown(fitted(_text(value), 120)) for value in values]
+            where = shown(f', in {member}') if member else ''
+            raise Refused(f'--compare: {name} differ{where}: {told[0]} in {shown(first.source)}, {told[1]} in {shown(other.source)}')
     return sides[0], sides[1]
 
 
@@ -601,7 +648,7 @@ def _case(classname: str, run: Run) -> ET.Element:
 
 def _code(text: str) -> str:
     """Text as a code span of GitHub's Markdown, where nothing is markup, no name is a mention and no address a link."""
-    return '`' + shown(text).replace('`', '\\x60').replace('|', '\\x7c') + '`'
+    return '`' + (shown(fitted(text, 200)).replace('`', '\\x60').replace('|', '\\x7c') or ' ') + '`'
 
 
 def _markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -617,16 +664,22 @@ def markdown(runs: Sequence[Run], skipped: Sequence[str]) -> Iterator[str]:
     for part in parts(runs):
         yield f'### {ORIGINS[part.origin][0]}: {sum(run.record["ok"] for run in part.runs)} of {len(part.runs)} passed'
         yield ''
-        yield from _markdown_table(LABEL_HEADS, [(_code(name), *_cells(row)) for name, row in figure_rows(part)])
+        found = figure_rows(part)
+        listed = found if len(found) <= MAX_LISTED else [*found[: MAX_LISTED - 1], found[-1]]
+        yield from _markdown_table(LABEL_HEADS, [(_code(name), *_cells(row)) for name, row in listed])
+        if len(listed) < len(found):
+            yield from (f'and {len(found) - len(listed)} labels more', '')
         failed = [run for run in part.runs if not run.record['ok']]
         if failed:
             yield from _markdown_table(('record', 'boundary', 'code', 'message'), [
-                (_code(source), r['failure']['boundary'], r['outcome'], _code(fitted(r['error'], 400)))
+                (_code(source), r['failure']['boundary'], r['outcome'], _code(r['error']))
                 for source, r in failed[:MAX_LISTED]])
         if len(failed) > MAX_LISTED:
             yield from (f'and {len(failed) - MAX_LISTED} more', '')
     for line in skipped[:MAX_LISTED]:
         yield f'- skipped: {_code(line)}'
+    if len(skipped) > MAX_LISTED:
+        yield f'- and {len(skipped) - MAX_LISTED} more'
     if skipped:
         yield ''
     yield READING
@@ -956,13 +1009,14 @@ def _facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if not delivery['bytes']:
         return
     events, texts = _count(delivery['events'], 'event'), f'{record["content_events"]:,}'
-    if delivery['reads'] is not None:
+    if delivery['reads'] is not None and delivery['content_reads'] is not None:
         events, texts = f'{events} in {_count(delivery["reads"], "read")}', f'{texts} in {delivery["content_reads"]:,}'
     yield 'Delivery', (f'{events}, with text {texts}; {_count(delivery["bytes"], "byte")}; '
                        f'body end: {_e(delivery["body_end"] or "none seen")}')
     if delivery['buffered']:
         yield 'Held back', 'yes: the text came late and at once, so something between engine and client buffered it'
-    told = [f'{name.removesuffix("_tokens")} {count:,}' for name, count in (usage or {}).items() if count is not None]
+    told = [f'{name} {usage[f"{name}_tokens"]:,}' for name in ('completion', 'prompt', 'cached', 'reasoning')
+            if usage and usage[f'{name}_tokens'] is not None]
     yield 'Finish', (('no finish_reason' if record['finish_reason'] is None else f'<code>{_e(record["finish_reason"])}</code>')
                      + (', [DONE] seen' if record['done'] else ', no [DONE]')
                      + (f'; tokens as the server counts them: {_e(", ".join(told))}' if told else ''))
@@ -1032,8 +1086,8 @@ def _totals(name: str, runs: Sequence[Run]) -> list[str]:
     """The cells of one row: how many passed, and the times of those."""
     found = figures(runs)
     times = [_time(found[key][which]) for key in ('first_text_ms', 'duration_ms') for which in ('median', 'p95')]
-    interval = f'{found["share_low"]:.1%} to {found["share_high"]:.1%}'
-    return [name, f'{found["runs"]:,}', f'{found["passed"]:,}', f'{found["share"]:.1%}', interval, *times]
+    interval = f'{percent(found["share_low"])} to {percent(found["share_high"])}'
+    return [name, f'{found["runs"]:,}', f'{found["passed"]:,}', html.escape(percent(found['share'])), html.escape(interval), *times]
 
 
 def _failures(runs: Sequence[Run], what: str) -> Iterator[str]:
@@ -1169,33 +1223,48 @@ def _progress() -> Callable[[int], None]:
 
 
 def _refuse_existing(path: str, force: bool, read: set[tuple[int, int]]) -> None:
+    if not path:
+        raise Refused('the name of a file is empty')
     if os.path.isdir(path) or not os.path.basename(path):
         raise Refused(f'{shown(path)}: names a directory')
     if os.path.lexists(path):
+        there = os.lstat(path)
+        if (there.st_dev, there.st_ino) in read:
+            raise Refused(f'{shown(path)}: is a record that is read here')
         if not force:
             raise Refused(f'{shown(path)}: exists; --force replaces it')
-        there = os.lstat(path)
-        if (there.st_dev, there.st_ino) in read or not stat.S_ISREG(there.st_mode):
-            raise Refused(f'{shown(path)}: is {"a record that is read here" if stat.S_ISREG(there.st_mode) else "no regular file"}')
+        if not stat.S_ISREG(there.st_mode):
+            raise Refused(f'{shown(path)}: is no regular file')
 
 
-def _write(path: str, pieces: Iterable[str], force: bool) -> None:
-    """Write a file whole or not at all: exclusively, or under another name that then takes its place."""
-    written = os.path.join(os.path.dirname(path), f'.stream-{os.urandom(8).hex()}.tmp') if force else path
+def _write(path: str, pieces: Iterable[str], force: bool, mode: int) -> None:
+    """Write a file whole or not at all: under another name, which then takes its place, exclusively unless ``force``."""
+    temporary = os.path.join(os.path.dirname(path), f'.stream-{os.urandom(8).hex()}.tmp')
     try:
-        with open(written, 'x', encoding='utf-8') as file:
-            try:
-                file.writelines(pieces)
-                file.flush()
-                if force:
-                    os.replace(written, path)
-            except BaseException:
-                os.unlink(written)
-                raise
+        with open(temporary, 'x', encoding='utf-8', opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.writelines(pieces)
+        if force:
+            os.replace(temporary, path)
+        else:
+            _name(temporary, path)
     except FileExistsError:
         raise Refused(f'{shown(path)}: exists; --force replaces it') from None
     except OSError as exc:
         raise Refused(f'{shown(path)}: cannot be written: {exc.strerror}') from None
+    finally:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+
+
+def _name(temporary: str, path: str) -> None:
+    try:
+        os.link(temporary, path)  # exclusive
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: nobody else is meant to come between
+        if os.path.lexists(path):
+            raise FileExistsError from None
+        os.rename(temporary, path)
 
 
 def _summarise(runs: Sequence[Run], skipped: Sequence[str]) -> Iterator[str]:
@@ -1212,20 +1281,40 @@ def _summarise(runs: Sequence[Run], skipped: Sequence[str]) -> Iterator[str]:
 
 
 def _outputs(args: argparse.Namespace, runs: Sequence[Run], skipped: Sequence[str]) -> Iterator[str]:
-    if args.compare:
-        found = compare(args.compare, runs)
-        yield from (json.dumps(found),) if args.json else compare_report(found)
-    elif args.json:
-        yield json.dumps(json_report(runs, skipped))
-    elif not (args.html or args.junit or args.summary):
-        yield from text_report(runs)
-    if args.summary:
-        yield from _summarise(runs, skipped)
-    for path, pieces in ((args.junit, junit), (args.html, page)):
+    compared = compare(args.compare, runs) if args.compare else None
+    for path, pieces, mode in ((args.junit, junit, 0o666), (args.html, page, 0o600)):  # a page holds the answers
         if path == '-':
             yield ''.join(pieces(runs, skipped)).rstrip('\n')
         elif path is not None:
-            _write(path, pieces(runs, skipped), args.force)
+            _write(path, pieces(runs, skipped), args.force, mode)
+    if args.summary:
+        yield from _summarise(runs, skipped)
+    if compared:
+        yield from (_json(compared),) if args.json else compare_report(compared)
+    elif args.json:
+        yield _json(json_report(runs, skipped))
+    elif not (args.html or args.junit or args.summary):
+        yield from text_report(runs)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value).replace('##[', '#\\u0023[')  # as in ``shown``
+
+
+def _check_targets(args: argparse.Namespace, read: set[tuple[int, int]]) -> None:
+    """Refuse what must not be written, and two documents on standard output. Raises Refused."""
+    targets = [path for path in (args.html, args.junit) if path not in (None, '-')]
+    for path in targets:
+        _refuse_existing(path, args.force, read)
+    if len(targets) > len({os.path.realpath(path) for path in targets}):
+        raise Refused('--html and --junit name one file')
+    if sum((args.html == '-', args.junit == '-', args.summary, args.json or bool(args.compare))) > 1:
+        raise Refused('only one output can go to standard output')
+    summary = os.environ.get(SUMMARY_VARIABLE)
+    if args.summary and summary and os.path.exists(summary):
+        there = os.stat(summary)
+        if (there.st_dev, there.st_ino) in read:
+            raise Refused(f'{shown(summary)}: is a record that is read here')
 
 
 def report(argv: Sequence[str] | None) -> Iterator[str]:
@@ -1236,16 +1325,11 @@ def report(argv: Sequence[str] | None) -> Iterator[str]:
         return
     if not args.paths:
         raise Refused('no PATH: name records, directories, or - for lines on standard input')
-    targets = [path for path in (args.html, args.junit) if path not in (None, '-')]
-    if len(targets) > len({os.path.realpath(path) for path in targets}):
-        raise Refused('--html and --junit name one file')
     reader = Reader(args.html is not None, _progress())
-    for path in targets:
-        _refuse_existing(path, args.force, set())
+    _check_targets(args, set())  # before long work
     for path in args.paths:
         reader.read(path)
-    for path in targets:
-        _refuse_existing(path, args.force, reader.files)
+    _check_targets(args, reader.files)
     for line in reader.skipped:
         _say(f'skipped {shown(line)}')
     if not reader.runs:
@@ -1253,26 +1337,38 @@ def report(argv: Sequence[str] | None) -> Iterator[str]:
     yield from _outputs(args, reader.runs, reader.skipped)
 
 
+def _put(data: bytes) -> None:
+    """Write to standard output, all of it: an unbuffered stream of Python's may take a part."""
+    if data and sys.stdout is None:
+        raise Refused('standard output is closed')
+    left = memoryview(data)
+    while left:
+        left = left[os.write(sys.stdout.fileno(), left) :]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status (0 or 2; 130 by SIGINT)."""
+    """Run the command; returns the exit status: 0, 2, or 128 + a signal's number."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that no half file is left
     try:
+        lines: list[bytes] = []
         for line in report(argv):
-            if sys.stdout is not None:  # closed at start
-                sys.stdout.buffer.write(f'{line}\n'.encode())
-        if sys.stdout is not None:
-            sys.stdout.flush()
+            lines.append(f'{line}\n'.encode())
+            if len(lines) == 1000:
+                _put(b''.join(lines))
+                lines = []
+        _put(b''.join(lines))
     except Refused as exc:
         _say(str(exc))
         return 2
     except BrokenPipeError:  # whoever read it has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as exc:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says so once more at its end
         _say(f'standard output: {exc.strerror}')
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -1921,6 +1921,15 @@ class ActionTest(InteropTest, Directory):
         self.assertIn('0 of 1 passed', self.runner.summary)
         self.assertEqual(obeyed(self.runner.log), ['error'])
 
+    def test_every_code_is_told(self) -> None:
+        self.assertFalse(self.asked(model='mode:bad-utf8')[0])
+        self.assertIn('::error title=events%3A not_utf8', self.runner.log)
+        script = loaded((ROOT / ACTION / 'action.yml').read_text())['runs']['steps'][0]['run']
+        pattern = re.search(r"verdict='(.*)'", script)
+        assert pattern
+        for code in ('passed', *FAILURES):
+            self.assertRegex(f'{{"ok": false, "outcome": "{code}", ', pattern[1])
+
     def test_a_refusal_keeps_nothing(self) -> None:
         for values in ({'model': ''}, {'model': 'm', 'idle': 'soon'}, {'model': 'm', 'args': '--no-such-flag'}, {'model': 'm', 'ca_file': 'none.pem'},
                        {'model': 'm', 'args': '--fixture=ok'}):

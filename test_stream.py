@@ -3041,7 +3041,7 @@ def example_offline(mode: str) -> stream_report.Run:
 class ReportTest(Directory):
     """``stream_report.py``; test_interop.py has the programs that read what it writes."""
 
-    HOSTILE = '</script><img src=x onerror=alert(1)>|`a`|*b*|@user|<!--|&amp;|\x1b[2J\n::error::x\r\n%0A\u202e\ufffe]]>'
+    HOSTILE = '</script><img src=x onerror=alert(1)>|`a`|*b*|@user|<!--|&amp;|\x1b[2J\n::error::x\r\n%0A\u202e\ufffe]]>##[add-mask]x'
 
     def report(self, *args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         return run(*args, program=REPORT, cwd=self.here, **kwargs)
@@ -3140,16 +3140,18 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
         (self.here / 'records' / '.stream-1.tmp').write_bytes(b'{')
         (self.here / 'records' / 'note.txt').write_bytes(b'?')
         os.symlink('000.json', self.here / 'records' / 'again.json')
+        self.put(like(), to='records/.hidden')
 
         def sources(*args: str, **kwargs: Any) -> list[str]:
             told = json.loads(self.report('--json', *args, **kwargs).stdout)
             self.assertEqual(told['skipped'], [])
             return sorted(r['source'] for r in told['origins']['synthetic']['runs'])
 
-        self.assertEqual(sources('records'), ['records/000.json', 'records/001.json', 'records/below/000.json', *(f'records/lines.jsonl:{n}' for n in (2, 3, 4))])
+        self.assertEqual(sources('records'), ['records/.hidden/000.json', 'records/000.json', 'records/001.json', 'records/below/000.json', *(f'records/lines.jsonl:{n}' for n in (2, 3, 4))])
         self.assertEqual(sources('records/001.json', 'records/001.json', './records/001.json'), ['records/001.json'])
         self.assertEqual(sources('lines.jsonl'), ['lines.jsonl:1', 'lines.jsonl:2', 'lines.jsonl:3'])
         self.assertEqual(sources('-', input=lines.decode()), ['standard input:1', 'standard input:2', 'standard input:3'])
+        self.assertEqual(sources('-', input=stream_client.to_json(like()).decode()), ['standard input'])
         pretty = self.here / 'other.json'
         pretty.write_text(json.dumps(like(), indent=4))
         self.assertEqual(sources('other.json'), ['other.json'])
@@ -3170,6 +3172,7 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
             (self.here / 'records' / name).write_bytes(raw)
         (self.here / 'records' / 'gone.json').symlink_to('nowhere')
         os.mkfifo(self.here / 'records' / 'fifo.json')
+        (self.here / 'records' / 'linked').symlink_to('.')
         (self.here / 'records' / 'capture.json').write_bytes(b'{"capture": 1, "status": 200, "headers": {}}\n{"ms": 1, "text": ""}\n')
         done = self.report('records', '--json')
         told = json.loads(done.stdout)
@@ -3177,14 +3180,15 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
         said = dict(re.findall(r'^stream_report\.py: skipped records/(.*?): is no record: (.*)$', done.stderr, re.MULTILINE))
         self.assertIn('records/capture.json: is no record but a capture, which stream_client.py --input judges\n', done.stderr)
         self.assertEqual(re.findall('(.*): is no regular file', done.stderr), [f'stream_report.py: skipped records/{name}.json' for name in ('fifo', 'gone')])
-        self.assertEqual(done.stderr.count('\n'), len(bad) + 3)
+        self.assertIn('records/linked: is a link to a directory\n', done.stderr)
+        self.assertEqual(done.stderr.count('\n'), len(bad) + 4)
         self.assertEqual(set(said), {name.replace('\x1b', '\\x1b').replace('\n', '\\x0a') for name in bad})
         self.assertEqual({name: said[name] for name in ('later.json', 'true.json', 'short.json', 'false.json', 'list.json', 'deep.json', 'bytes.json', 'nan.json',
                                                         'negative.json')}, {
-            'later.json': 'schema_version: 2 is not 1', 'true.json': 'schema_version: true is not 1', 'short.json': 'the record: has no outcome',
-            'false.json': 'outcome: "passed" does not match ^(?!passed$)', 'list.json': 'the record: an array is no object', 'deep.json': 'nested too deeply',
+            'later.json': 'schema_version 2 is later than 1, which this program knows', 'true.json': 'schema_version: true is not 1', 'short.json': 'has no outcome',
+            'false.json': 'outcome: "passed" does not match ^(?!passed$)', 'list.json': 'an array is no object', 'deep.json': 'nested too deeply',
             'bytes.json': 'not UTF-8', 'nan.json': 'NaN is not JSON', 'negative.json': 'content_events: -1 is out of range'})
-        self.assertEqual(len(told['skipped']), len(bad) + 3)
+        self.assertEqual(len(told['skipped']), len(bad) + 4)
 
     def test_what_is_refused(self) -> None:
         self.put(like())
@@ -3245,7 +3249,7 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
                 self.put(like(label='a', synthetic=False), other, odd)
                 done = self.report('records', '--compare', 'a', 'b')
                 self.assertEqual((done.returncode, done.stdout), (2, ''))
-                self.assertRegex(done.stderr, f'^stream_report\\.py: --compare: {name} differ: .* in records/000.json, .* in records/002.json\n$')
+                self.assertRegex(done.stderr, f'^stream_report\\.py: --compare: {name} differ(, in [a-z_]+)?: .* in records/000.json, .* in records/002.json\n$')
         self.put(like(label='off', request={}))
         self.refused('--compare: records/003.json was judged offline, so what was asked is not known', 'records', '--compare', 'a', 'off')
         self.refused('--compare: no record has the label c; there are: a, b, off', 'records', '--compare', 'a', 'c')
@@ -3257,6 +3261,8 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
         self.put(hostile)
         table = self.report('records').stdout
         summary = self.report('records', '--summary').stdout
+        for out in (table, summary, self.report('records', '--json').stdout):
+            self.assertNotIn('##[', out)
         for out in (table, summary):
             self.assertIsNone(re.search('[\x00-\x09\x0b-\x1f\x7f\u202e\ufffe]', out))
         commands = [line for line in summary.splitlines() if line.startswith('::')]
@@ -3293,13 +3299,91 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
             assert process.stdout and process.stderr
             process.stdout.close()
             self.assertEqual((process.stderr.read(), process.wait(30)), (b'', 0))
-        for closed, args, status in (('<&-', '-', 2), ('>&-', 'records', 0), ('2>&-', 'records', 0), ('>&- 2>&-', 'nothing', 2)):
+        for closed, args, status in (('<&-', '-', 2), ('>&-', 'records', 2), ('>&-', 'records --junit x', 0), ('2>&-', 'records', 0), ('>&- 2>&-', 'nothing', 2)):
             ran = subprocess.run(f'exec {shlex.quote(sys.executable)} {REPORT} {args} {closed}', shell=True, cwd=self.here, env=environment(),
                                  capture_output=True, text=True, timeout=60)
-            self.assertEqual((ran.returncode, ran.stderr), (status, 'stream_report.py: standard input is closed\n' if args == '-' else ''), closed)
+            said = f'stream_report.py: standard {"input" if args == "-" else "output"} is closed\n' if status == 2 and '2>' not in closed else ''
+            self.assertEqual((ran.returncode, ran.stderr), (status, said), closed)
         with open('/dev/full', 'wb') as full:
             done = self.report('records', stdout=full, stderr=subprocess.PIPE, capture_output=False)
         self.assertEqual((done.returncode, done.stderr), (2, 'stream_report.py: standard output: No space left on device\n'))
+
+    def test_nothing_that_is_read_is_written_to(self) -> None:
+        lines = stream_client.to_json(like(), one_line=True)
+        (self.here / 'lines.jsonl').write_bytes(lines)
+        for args, env in ((('-', '--html', 'lines.jsonl', '--force'), {}), (('lines.jsonl', '--summary'), {'GITHUB_STEP_SUMMARY': 'lines.jsonl'})):
+            with open(self.here / 'lines.jsonl', 'rb') as stdin:
+                done = self.report(*args, env=env, stdin=stdin)
+            self.assertEqual((done.returncode, done.stderr), (2, 'stream_report.py: lines.jsonl: is a record that is read here\n'))
+            self.assertEqual((self.here / 'lines.jsonl').read_bytes(), lines)
+        self.assertEqual(self.report('lines.jsonl', '--json', '--html', '-').stderr, 'stream_report.py: only one output can go to standard output\n')
+
+    def test_a_page_is_for_its_owner_and_whole_or_not_at_all(self) -> None:
+        self.put(*(like(label='x' * 200) for _ in range(100)))
+        done = self.report('records', '--html', 'page.html', '--json')
+        self.assertEqual((done.returncode, stat.S_IMODE((self.here / 'page.html').stat().st_mode)), (0, 0o600))
+        with subprocess.Popen([sys.executable, REPORT, 'records', '--json', '--junit', 'j.xml'], stdout=subprocess.PIPE, cwd=self.here, env=environment()) as process:
+            assert process.stdout
+            process.stdout.close()
+            self.assertEqual(process.wait(30), 0)
+        self.assertTrue((self.here / 'j.xml').exists())  # files are written first
+        code = """
+import os, signal, sys
+import stream_report
+def cut(runs, skipped):
+    yield 'half'
+    os.kill(os.getpid(), int(sys.argv[1]))
+    yield 'a page'
+stream_report.page = cut
+sys.exit(stream_report.main(['records', '--html', 'cut.html']))
+"""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            ended = subprocess.run([sys.executable, '-c', code, str(int(number))], cwd=self.here, env=environment(PYTHONPATH=str(ROOT)), timeout=60)
+            self.assertEqual((ended.returncode, self.names()), (128 + number, ['j.xml', 'page.html', 'records']))
+
+    def test_a_pipe_that_takes_a_part(self) -> None:
+        self.put(*(like(label='x' * 200) for _ in range(400)))
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        done = self.report('records', '--json', stdout=writing, stderr=subprocess.PIPE, capture_output=False, env={'PYTHONUNBUFFERED': '1'})
+        os.close(reading)
+        os.close(writing)
+        self.assertEqual((done.returncode, done.stderr), (2, 'stream_report.py: standard output: Resource temporarily unavailable\n'))
+
+    def test_records_at_the_edges(self) -> None:
+        more = like(usage={**like()['usage'], 'details': {}, 'service_tier': 'x'})
+        part = like()
+        part['delivery']['content_reads'] = None
+        long = like('broken', label='é' * 100_000, model='字' * 100_000)
+        long['failure']['message'] = long['error'] = 'é' * 100_000
+        self.put(more, part, long, like(completion_tokens=10**4000, usage={**like()['usage'], 'completion_tokens': 10**4000}), like() | {'added': {'later': 1}})
+        other = like('broken')
+        other['failure']['code'] = 'other'
+        self.put(other)
+        for output in ('--html', '--junit'):
+            self.assertEqual(self.report('records', output, '-').returncode, 0)
+        done = self.report('records', '--summary')
+        self.assertEqual((done.returncode, done.stderr), (0, 'stream_report.py: skipped records/005.json: is no record: outcome and failure.code differ\n'))
+        self.assertLess(max(map(len, self.report('records').stdout.splitlines())), 400)
+
+    def test_a_summary_is_bounded(self) -> None:
+        many = [stream_client.to_json(like(mode, label=f'gpu-node-{n:05}.cluster.example'), one_line=True) for n in range(1000) for mode in ('ok', 'broken')]
+        (self.here / 'lines.jsonl').write_bytes(b''.join(many) + b'x\n' * 1000)
+        done = self.report('lines.jsonl', '--summary')
+        self.assertLess(len(done.stdout), 100_000)
+        for said in ('and 901 labels more', 'and 900 more', '- and 900 more', '### Synthetic runs: 1000 of 2000 passed'):
+            self.assertIn(said, done.stdout)
+
+    def test_shares_near_all_and_none(self) -> None:
+        for passed, runs, said in ((9_999, 10_000, '>99.9% [99.9%, >99.9%]'), (1, 10_000, '<0.1% [<0.1%, 0.1%]'), (10, 10, '100.0% [72.2%, 100.0%]'), (0, 10, '0.0% [0.0%, 27.8%]')):
+            low, high = stream_report.wilson(passed, runs)
+            self.assertEqual(stream_report.share({'share': passed / runs, 'share_low': low, 'share_high': high}), said)
+
+    def test_columns(self) -> None:
+        for text, columns in (('abc', 3), ('大阪', 4), ('e\u0301', 1), ('\u1112\u1161\u11ab', 2), ('한', 2)):
+            self.assertEqual(stream_report.width(text), columns)
+        for text, cut_to in (('abcdef', 'abc…'), ('大阪市', '大…'), ('abcd', 'abcd')):
+            self.assertEqual(stream_report.fitted(text, 4), cut_to)
 
     def test_progress(self) -> None:
         self.put(like(), like())
