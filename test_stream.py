@@ -2652,6 +2652,7 @@ class OfflineTest(Directory):
         record = self.judge(self.HEAD | {'asked': {'model': 7, 'max_tokens': 'x', 'usage': 1}}, *self.READS, self.END)
         self.assertEqual((record['outcome'], record['model'], record['warnings']), ('passed', None, []))
 
+    @unittest.skipUnless(sys.platform == 'linux', 'elsewhere a fifo without a writer may poll as ended')
     def test_a_fifo_that_nobody_writes_to(self) -> None:
         os.mkfifo(self.here / 'fifo')
         done = run('--input', 'fifo', '--idle', '1', '--output', '-', cwd=self.here, timeout=30)
@@ -3304,9 +3305,10 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
                                  capture_output=True, text=True, timeout=60)
             said = f'stream_report.py: standard {"input" if args == "-" else "output"} is closed\n' if status == 2 and '2>' not in closed else ''
             self.assertEqual((ran.returncode, ran.stderr), (status, said), closed)
-        with open('/dev/full', 'wb') as full:
-            done = self.report('records', stdout=full, stderr=subprocess.PIPE, capture_output=False)
-        self.assertEqual((done.returncode, done.stderr), (2, 'stream_report.py: standard output: No space left on device\n'))
+        if os.path.exists('/dev/full'):
+            with open('/dev/full', 'wb') as full:
+                done = self.report('records', stdout=full, stderr=subprocess.PIPE, capture_output=False)
+            self.assertEqual((done.returncode, done.stderr), (2, 'stream_report.py: standard output: No space left on device\n'))
 
     def test_nothing_that_is_read_is_written_to(self) -> None:
         lines = stream_client.to_json(like(), one_line=True)
