@@ -9,7 +9,6 @@ renews the tables in README.md that are generated from the code.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
 import contextlib
 import functools
@@ -79,8 +78,6 @@ CAPTURES = ROOT / '.ci' / 'captures'
 KEY = 'sk-not/a"real\\key-0123456789'
 # For runs that coverage cannot measure: of a file that will be gone, or under a limit that would cut its data.
 UNMEASURED = {name: '' for name in os.environ if name.startswith('COVERAGE')}
-BYTECODE = tempfile.TemporaryDirectory()  # what the programs compile is compiled once, and outside the checkout
-atexit.register(BYTECODE.cleanup)
 HAS_HYPOTHESIS = importlib.util.find_spec('hypothesis') is not None
 HAS_HTTPX = importlib.util.find_spec('httpx') is not None
 LONG = os.environ.get('STREAM_LONG') == '1'
@@ -115,8 +112,7 @@ def tearDownModule() -> None:
 def environment(**more: str) -> dict[str, str]:
     """The environment without what would change a run."""
     left_out = ('MODEL_API_KEY', 'NO_COLOR', 'SSLKEYLOGFILE', 'TERM')
-    kept = {k: v for k, v in os.environ.items() if k not in (*left_out, 'PYTHONDONTWRITEBYTECODE')}
-    return kept | {'PYTHONPYCACHEPREFIX': BYTECODE.name} | more
+    return {k: v for k, v in os.environ.items() if k not in left_out} | {'PYTHONDONTWRITEBYTECODE': '1'} | more
 
 
 def run(*args: str, env: dict[str, str] | None = None, program: str = CLIENT, **kwargs: Any) -> subprocess.CompletedProcess[str]:
