@@ -246,7 +246,7 @@ class Running:
 
     def await_text(self, text: str = '') -> None:
         """Return once this text has come, or any."""
-        eventually(lambda: '| ' + text in self.said.read_text(), 30, 'text')
+        eventually(lambda: '| ' + text in self.said.read_text(), 120, 'text')
 
     @classmethod
     def abandon(cls) -> None:
@@ -257,7 +257,7 @@ class Running:
             running.folder.cleanup()
             cls.unfinished.remove(running)
 
-    def finish(self, seconds: float = 90) -> Checked:
+    def finish(self, seconds: float = 260) -> Checked:
         self.unfinished.remove(self)
         with self.folder:
             stdout, _ = self.process.communicate(timeout=seconds)
@@ -340,14 +340,16 @@ class ModelServerTest(InteropTest):
     url: ClassVar[str]
     direct: ClassVar[tuple[str, ...]] = ()
     model: ClassVar[str] = 'tiny'
+    patience: ClassVar[tuple[str, ...]] = ()
 
     def ask(self, *args: object, **kwargs: Any) -> Checked:
-        return check(self.url, *args, **{'model': self.model, **kwargs})
+        return check(self.url, *self.patience, *args, **{'model': self.model, **kwargs})
 
     def endless(self, *args: object) -> Running:
         """A run that streams until something ends it."""
         body = json.loads(self.direct[1]) if self.direct else {}
-        return Running(self.url, '--max-tokens', 8000, '--deadline', 80, *extra(ignore_eos=True, **body), *args, model=self.model)
+        return Running(self.url, '--max-tokens', 8000, '--deadline', 240, *self.patience, *extra(ignore_eos=True, **body), *args,
+                       model=self.model)
 
 
 @needs(vLLM=(VLLM / 'vllm').exists(), model=MODEL.exists())
@@ -355,6 +357,7 @@ class VllmTest(ModelServerTest):
     """A real vLLM on the CPU. Three tests end theirs: all are started beforehand, since their starts disturb every clock."""
 
     direct = extra(chat_template_kwargs={'enable_thinking': False})
+    patience = ('--idle', '100', '--deadline', '240')  # it was seen silent for half a minute on a machine of two cores
     waiting: ClassVar[list[tuple[Program, int]]] = []
     current: ClassVar[tuple[Program, int] | None] = None
 
@@ -468,7 +471,7 @@ class VllmTest(ModelServerTest):
         self.assertGreater(record['first_text_ms'], 3000)
 
     def test_the_deadline_in_mid_stream_aborts_the_request(self) -> None:
-        for seconds in (3, 8, 20, 40):  # a machine that stalls may bring no text before the first of them
+        for seconds in (3, 8, 20, 60):  # a machine that stalls may bring no text before the first of them
             name = f'cut-short-{seconds}'
             record = self.conclude(self.endless('--run-id', name, '--deadline', seconds, '--idle', seconds).finish(), 'deadline', done=False)
             if record['text']:
@@ -497,7 +500,7 @@ class VllmTest(ModelServerTest):
 
     def test_when_the_engine_is_killed(self) -> None:
         # Most often told at once by an error event; seldom the server is long to find out, with or without keep-alive comments
-        running, started = self.last_run('--idle', 25, '--stall', 20)
+        running, started = self.last_run('--idle', 60, '--stall', 45)
         started.kill(signal.SIGKILL, 'VLLM::EngineCore')
         checked = running.finish()
         record = self.conclude(checked, checked.record['outcome'], done=False)
@@ -517,7 +520,7 @@ class VllmTest(ModelServerTest):
     def test_when_it_is_told_to_stop(self) -> None:
         # It gives its engine no time. Whether the engine can still say abort, is found dead, or is waited for with keep-alive
         # comments and without end, is a race; each is a failure of its own name
-        running, started = self.last_run('--idle', 25, '--stall', 10)
+        running, started = self.last_run('--idle', 60, '--stall', 45)
         started.kill(signal.SIGTERM)
         checked = running.finish()
         record = self.conclude(checked, checked.record['outcome'])
