@@ -308,6 +308,10 @@ class Secret:
             at = found.end()
         return len(self._hidden), at
 
+    def stands_in(self, text: str) -> bool:
+        """Whether a text holds the key as it is."""
+        return bool(self._hidden) and self._hidden in text
+
     def mask(self, text: str, stars: bool = False) -> str:
         """The text with ``[key]`` in place of the key, or with as many asterisks as its form has characters."""
         if not self._hidden or len(text) < len(self._hidden):
@@ -2043,15 +2047,22 @@ MAX_CAPTURE_LINE_BYTES = 8 * READ_BYTES  # a read of control characters, each of
 UTC = '[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z'
 
 
+def _utf8_or_none(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
 class Capture:
     """The received body as it arrives, one JSON line a read, each written at once, so that a killed run keeps its evidence.
 
     The first line is the head: ``{"capture": 1, "started_at": ..., "ms": when it came, "synthetic": ..., "status": ...,
     "headers": {...}, "asked": {...}}``, with harmless fields only, and of the request what warnings rest on. Then a line a
-    read: ``{"ms": since the head, "text": ...}``, or ``"base64"`` where it is not UTF-8. The last tells how it ended: ``{"end":
-    ..., "outcome": ..., "boundary": ..., "error": ..., "ms": ...}``, and ``incomplete`` where the file would have more than
-    ``most`` bytes. The key is masked with equal length, also where reads cut it: a read that may end in its start waits for the
-    next. Raises Refused; a write that fails ends the capture, never the run.
+    read: ``{"ms": since the head, "text": ...}``, or ``"base64"`` where it is not UTF-8 or would spell the key. The last tells
+    how it ended: ``{"end": ..., "outcome": ..., "boundary": ..., "error": ..., "ms": ...}``, and ``incomplete`` where the file
+    would have more than ``most`` bytes. The key is masked with equal length, also where reads cut it: a read that may end in
+    its start waits for the next. Raises Refused; a write that fails ends the capture, never the run.
     """
 
     def __init__(self, path: str, secret: Secret, most: int) -> None:
@@ -2088,14 +2099,12 @@ class Capture:
 
     def _put(self, ms: float, data: bytes) -> None:
         self.incomplete = self.incomplete or self._left <= 0
-        if data and not self.incomplete:
-            try:
-                line = {'ms': ms, 'text': data.decode()}
-                if self.secret.key and self.secret.key in to_json(line).decode():  # JSON's \n before the rest of it, say
-                    line = {'ms': ms, 'base64': base64.b64encode(data).decode()}
-            except UnicodeDecodeError:
-                line = {'ms': ms, 'base64': base64.b64encode(data).decode()}
-            self.line(line)
+        if not data or self.incomplete:
+            return
+        line: dict[str, Any] = {'ms': ms, 'text': _utf8_or_none(data)}
+        if line['text'] is None or self.secret.stands_in(to_json(line).decode()):  # JSON's \n before the rest of it, say
+            line = {'ms': ms, 'base64': base64.b64encode(data).decode()}
+        self.line(line)
 
     def end(self, record: Mapping[str, Any]) -> None:
         """Write the last line."""
@@ -2885,17 +2894,7 @@ class Recording(ChatStream):
         if not 0 <= ms <= 2 * MAX_CLOCK_S:
             raise ValueError('no time')
         if number == 1:
-            if line['capture'] != 1:
-                raise Refused('input', 'is a capture of a later version')
-            self.marks['end'] = self.clock.start + ms  # where the capture has come to
-            status, synthetic, began = line['status'], line.get('synthetic'), line.get('started_at')
-            fields = {k: self.secret.quote(str(v)) for k, v in line['headers'].items() if k in RECORDED_FIELDS}
-            self.response.update(status=status if _count(status) else None, headers=None if status is None else fields)
-            if status is not None:
-                self.marks['head'] = self.marks['end']
-            self.synthetic = synthetic if isinstance(synthetic, bool) else None
-            self._take_asked(line.get('asked'))
-            self.started_at = began if isinstance(began, str) and re.fullmatch(UTC, began) else None
+            self._take_head(line, self.clock.start + ms)
             return None
         if self._last:
             raise ValueError('a line after the last')
@@ -2906,6 +2905,19 @@ class Recording(ChatStream):
         self._passed(self.marks['head'] + ms)
         data = line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True)
         return self.marks['end'], data
+
+    def _take_head(self, line: dict[str, Any], at: float) -> None:
+        if line['capture'] != 1:
+            raise Refused('input', 'is a capture of a later version')
+        self.marks['end'] = at  # where the capture has come to
+        status, synthetic, began = line['status'], line.get('synthetic'), line.get('started_at')
+        fields = {k: self.secret.quote(str(v)) for k, v in line['headers'].items() if k in RECORDED_FIELDS}
+        self.response.update(status=status if _count(status) else None, headers=None if status is None else fields)
+        if status is not None:
+            self.marks['head'] = self.marks['end']
+        self.synthetic = synthetic if isinstance(synthetic, bool) else None
+        self._take_asked(line.get('asked'))
+        self.started_at = began if isinstance(began, str) and re.fullmatch(UTC, began) else None
 
     def _take_asked(self, asked: Any) -> None:
         if isinstance(asked, dict):
@@ -3080,23 +3092,22 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self._armed = self._raising = False
-        self.pending = 0
+        self._armed = False
+        self.pending = 0  # the first signal that came
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        self.pending = self.pending or number
-        if self._raising:
-            self._raising = False
-            raise Interrupted(number)
+        if self.pending:
+            return
+        self.pending = number
+        self.check()
 
     def arm(self) -> None:
         """From here on a signal raises Interrupted."""
         self._armed = True
         self.check()
-        self._raising = True
 
     def check(self) -> None:
         """Raise the signal that came, if one did."""
@@ -3105,7 +3116,7 @@ class Signals:
 
     def disarm(self) -> None:
         """From here on signals are only kept."""
-        self._armed = self._raising = False
+        self._armed = False
 
 
 def put(output: Any, text: str | bytes, patience: float = 0.5) -> bool:
@@ -3413,7 +3424,8 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
     try:
         url, fixture = _start_fixture(args.fixture) if args.fixture is not None else (args.url, None)
         run = _run_of(args, DEFAULT_URL if url is None else url)
-        run.synthetic = run.synthetic if fixture is None else True  # also where no head comes that says so
+        if fixture is not None:
+            run.synthetic = True  # also where no head comes that says so
     finally:
         signals.disarm()
     if args.output is None:

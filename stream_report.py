@@ -342,17 +342,15 @@ def spread(values: Iterable[float | None]) -> dict[str, Any]:
 
 
 def figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """What runs of one origin say together: counts, the share that passed, times of those, failures in the order of boundaries."""
+    """What runs of one origin, one at least, say together: counts, the share that passed, times of those, and failures in the
+    order of boundaries.
+    """
     records = [run.record for run in runs]
     passed = [record for record in records if record['ok']]
-    low, high = wilson(len(passed), len(records)) if records else (None, None)
-    failures: dict[tuple[str, str], int] = {}
-    for record in records:
-        if record['failure']:
-            which = record['failure']['boundary'], record['failure']['code']
-            failures[which] = failures.get(which, 0) + 1
+    low, high = wilson(len(passed), len(records))
+    failures = Counter((r['failure']['boundary'], r['failure']['code']) for r in records if r['failure'])
     return {
-        'runs': len(records), 'passed': len(passed), 'share': len(passed) / len(records) if records else None,
+        'runs': len(records), 'passed': len(passed), 'share': len(passed) / len(records),
         'share_low': low, 'share_high': high,
         'head_ms': spread(record['marks_ms']['head'] for record in passed),
         'first_text_ms': spread(record['first_text_ms'] for record in passed),

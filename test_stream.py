@@ -2966,6 +2966,12 @@ class FixtureTest(Directory):
                     self.assertEqual((judged_offline(name)['outcome'], set(key) == {'1'} or key in name.read_text()), ('passed', set(key) == {'1'}), (key, at))
                     name.unlink()
 
+    def test_a_key_too_short_to_be_masked_leaves_a_capture_readable(self) -> None:
+        capture = stream_client.Capture(str(self.here / 'c'), Secret('x'), 1_000_000)
+        capture.read(1.0, data(chunk('xxx')))
+        self.assertEqual(json.loads((self.here / 'c').read_text())['text'], data(chunk('xxx')).decode())
+        capture.drop()
+
     def test_a_long_key_costs_a_capture_little(self) -> None:
         secret = Secret(''.join(random.Random(1).choices('ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789', k=1500)))
         text = ''.join(random.Random(2).choices('ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789 ', k=60_000))
