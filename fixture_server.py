@@ -754,7 +754,7 @@ group(
     ('event-of-900000', 'passed', 'an event of 900,000 characters in lines of 16,000', 'CWE-770; the limit is 1,048,576',
      chunks(ROLE, READY, CHECK, event('{"choices":[],"pad":[' + '\ndata: '.join(['"' + 'y' * 16_000 + '",'] * 56) + '"y"]}'), *END)),
     ('events-of-20000', 'passed', '20,000 events with text in one go', 'sgl-project/sglang#12064', chunks(
-        ROLE, *(b''.join(text('y') for _ in range(500)) for _ in range(40)), READY, CHECK, *END), 'y' * 20_000 + 'READY ✓'),
+        ROLE, *([text('y') * 500] * 40), READY, CHECK, *END), 'y' * 20_000 + 'READY ✓'),
     ('comments-of-20000', 'passed', '20,000 comments', 'WHATWG HTML, comments', chunks(*START, b': ping\n\n' * 20_000, *END)),
     ('line-too-long', 'line_too_long', 'a line of 70,000 characters, and no end', 'CWE-770; the limit is 65,536',
      chunks(*START, text('y' * LONG))),
