@@ -3742,7 +3742,7 @@ class LongSweepTest(Directory):
         (directory / 'ca').write_text(CA)
         (directory / 'good').write_text(GOOD + CERTIFICATE_KEY)
         own = [sys.executable, CLIENT, '--url', '{url}', '--model', '{model}', '--output', '-', '--idle', '2', '--deadline', '5']
-        for options in ([], ['--certificate', 'good', '--fragment', '1']):
+        for options in ([], ['--certificate', 'good', '--fragment', 'random']):
             with self.subTest(options=options):
                 words = [*own, '--ca-file', 'ca'] if '--certificate' in options else own
                 done = run('--judge', '--jobs', '6', '--json', *options, '--', *words, program=FIXTURE, cwd=directory, timeout=300)
