@@ -460,15 +460,15 @@ class VllmTest(ModelServerTest):
         started, _ = self.server()
         started.kill(signal.SIGSTOP, 'VLLM::')
         try:
-            waiting = Running(self.url, '--idle', 3, *self.direct)
-            stalled = check(self.url, '--idle', 30, '--stall', 4, *self.direct)
+            waiting = Running(self.url, '--idle', 5, *self.direct)
+            stalled = check(self.url, '--idle', 30, '--stall', 8, *self.direct)
         finally:
             started.kill(signal.SIGCONT, 'VLLM::')
         record = self.conclude(stalled, 'stall_timeout')
         self.assertGreaterEqual(record['delivery']['comments'], 2)
         record = self.conclude(waiting.finish(), 'passed', text='READY')
         self.assertGreaterEqual(record['delivery']['comments'], 2)
-        self.assertGreater(record['first_text_ms'], 3000)
+        self.assertGreater(record['first_text_ms'], 5000)
 
     def test_the_deadline_in_mid_stream_aborts_the_request(self) -> None:
         for seconds in (3, 8, 20, 60):  # a machine that stalls may bring no text before the first of them
@@ -478,22 +478,18 @@ class VllmTest(ModelServerTest):
                 break
         self.assertTrue(record['text'])
         self.server()[0].until(lambda: re.search(rf'chatcmpl-{name}.*abort|abort.*chatcmpl-{name}', self.server()[0].log(), re.IGNORECASE),
-                               10, 'the log shows the request aborted')
+                               60, 'the log shows the request aborted')
 
     def test_an_abort(self) -> None:
-        for attempt in range(5):  # its busy engine was seen to heed it only after half a minute, when the answer was at its limit
-            running = self.endless('--run-id', f'aborted-{attempt}')
-            running.await_text()
-            connection = http.client.HTTPConnection('127.0.0.1', self.server()[1], timeout=60)
-            connection.request('POST', '/inference/v1/abort_requests', json.dumps({'request_ids': [f'chatcmpl-aborted-{attempt}']}),
-                               {'Authorization': f'Bearer {KEY}', 'Content-Type': 'application/json'})
-            self.assertEqual(connection.getresponse().status, 200)
-            connection.close()
-            record = self.conclude(running.finish(), 'finish_not_accepted', done=True)
-            self.assertTrue(record['text'])
-            if record['finish_reason'] != 'length':
-                break
-        self.assertEqual(record['finish_reason'], 'abort')
+        running = self.endless('--run-id', 'aborted')
+        running.await_text()
+        connection = http.client.HTTPConnection('127.0.0.1', self.server()[1], timeout=60)
+        connection.request('POST', '/inference/v1/abort_requests', json.dumps({'request_ids': ['chatcmpl-aborted']}),
+                           {'Authorization': f'Bearer {KEY}', 'Content-Type': 'application/json'})
+        self.assertEqual(connection.getresponse().status, 200)
+        connection.close()
+        record = self.conclude(running.finish(), 'finish_not_accepted', finish_reason='abort', done=True)
+        self.assertTrue(record['text'])
 
     def test_sixteen_at_once(self) -> None:
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
@@ -504,7 +500,7 @@ class VllmTest(ModelServerTest):
 
     def test_when_the_engine_is_killed(self) -> None:
         # Most often told at once by an error event; seldom the server is long to find out, with or without keep-alive comments
-        running, started = self.last_run('--idle', 60, '--stall', 30)
+        running, started = self.last_run('--idle', 60, '--stall', 15)
         started.kill(signal.SIGKILL, 'VLLM::EngineCore')
         checked = running.finish()
         record = self.conclude(checked, checked.record['outcome'], done=False)
@@ -524,7 +520,7 @@ class VllmTest(ModelServerTest):
     def test_when_it_is_told_to_stop(self) -> None:
         # It gives its engine no time. Whether the engine can still say abort, is found dead, or is waited for with keep-alive
         # comments and without end, is a race; each is a failure of its own name
-        running, started = self.last_run('--idle', 60, '--stall', 30)
+        running, started = self.last_run('--idle', 60, '--stall', 15)
         started.kill(signal.SIGTERM)
         checked = running.finish()
         record = self.conclude(checked, checked.record['outcome'])

@@ -2,10 +2,10 @@
 
     python tiny_model.py DIRECTORY
 
-writes a Hugging Face model (for vLLM and transformers) to DIRECTORY/hf and the same model as DIRECTORY/tiny.gguf (for
-llama.cpp).  It is over-fitted on the dialogues below, so that with temperature 0 each prompt gives its answer and then the
-end token; the last line printed says how many do.  Takes about half a minute on one core; needs torch, transformers,
-tokenizers, safetensors and gguf, and no network.
+writes a Hugging Face model (for vLLM and transformers), widened so that it takes its time, to DIRECTORY/hf and the same
+model as DIRECTORY/tiny.gguf (for llama.cpp).  It is over-fitted on the dialogues below, so that with temperature 0 each
+prompt gives its answer and then the end token; the last line printed says how many do.  Takes about half a minute on one
+core; needs torch, transformers, tokenizers, safetensors and gguf, and no network.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ DIALOGUES = {
     'Only white space.': ' \n  \n',
 }
 CONTEXT = 8192
+WIDENED = 16384
 TEMPLATE = ("{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>"
             "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"  # llama.cpp reads it here
             "{{ message.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
@@ -154,6 +155,23 @@ def write_gguf(tokenizer: PreTrainedTokenizerFast, source: Path, target: Path) -
     writer.close()
 
 
+def widen(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The same model with a feed-forward layer of ``WIDENED``, all that was added zero: the same answers, but slower.
+
+    An engine that makes a token faster than its server sends one runs ahead of it, and the threads that carry tokens out and
+    aborts in get no turn on a busy machine: vLLM was seen to send nothing and hear nothing for half a minute.
+    """
+    more = WIDENED - model.config.intermediate_size
+    for layer in model.model.layers:
+        for name, sides in (('gate_proj', (0, 0, 0, more)), ('up_proj', (0, 0, 0, more)), ('down_proj', (0, more))):
+            linear = getattr(layer.mlp, name)
+            linear.weight = torch.nn.Parameter(torch.nn.functional.pad(linear.weight, sides))
+            linear.out_features, linear.in_features = linear.weight.shape
+        layer.mlp.intermediate_size = WIDENED
+    model.config.intermediate_size = WIDENED
+    return model
+
+
 def main() -> int:
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
@@ -162,7 +180,9 @@ def main() -> int:
     model, exact = train(tokenizer)
     model.save_pretrained(target / 'hf')
     write_gguf(tokenizer, target / 'hf', target / 'tiny.gguf')
-    print(f'{exact} of {len(DIALOGUES)} dialogues exact, {sum(weight.numel() for weight in model.parameters())} parameters')
+    parameters = sum(weight.numel() for weight in model.parameters())
+    widen(model).save_pretrained(target / 'hf')
+    print(f'{exact} of {len(DIALOGUES)} dialogues exact, {parameters} parameters')
     return exact != len(DIALOGUES)
 
 
