@@ -354,7 +354,7 @@ class ModelServerTest(InteropTest):
 
 @needs(vLLM=(VLLM / 'vllm').exists(), model=MODEL.exists())
 class VllmTest(ModelServerTest):
-    """A real vLLM on the CPU. Three tests end theirs: all are started beforehand, since their starts disturb every clock."""
+    """A real vLLM on the CPU. Three tests end theirs: the two for the later ones start while the first is asked."""
 
     direct = extra(chat_template_kwargs={'enable_thinking': False})
     patience = ('--idle', '100', '--deadline', '240')  # it was seen silent for half a minute on a machine of two cores
@@ -376,11 +376,18 @@ class VllmTest(ModelServerTest):
 
     @classmethod
     def setUpClass(cls) -> None:
-        for _ in range(3):
-            cls.start()
-        for started, port in cls.waiting:
-            started.until(lambda port=port: answers(port), 300, 'vLLM is ready')  # type: ignore[misc]  # bound now
-        VERSIONS['vLLM'] = json.loads(fetched(cls.waiting[0][1], '/version')[1])['version'] + ' (GET /version)'
+        cls.start()
+        cls.take_next()
+        VERSIONS['vLLM'] = json.loads(fetched(cls.server()[1], '/version')[1])['version'] + ' (GET /version)'
+        cls.start()
+        cls.start()
+
+    @classmethod
+    def take_next(cls) -> None:
+        """Wait for the next one, which then is ``server``."""
+        started, port = cls.current = cls.waiting.pop(0)
+        started.until(lambda: answers(port), 300, 'vLLM is ready')
+        cls.url = url_of(port)
 
     @classmethod
     def server(cls) -> tuple[Program, int]:
@@ -389,8 +396,7 @@ class VllmTest(ModelServerTest):
 
     def setUp(self) -> None:
         if not self.current:
-            type(self).current = self.waiting.pop()
-            type(self).url = url_of(self.server()[1])
+            self.take_next()
 
     def last_run(self, *args: object) -> tuple[Running, Program]:
         """A run in mid-stream and its server, which no later test uses."""
@@ -500,7 +506,7 @@ class VllmTest(ModelServerTest):
 
     def test_when_the_engine_is_killed(self) -> None:
         # Most often told at once by an error event; seldom the server is long to find out, with or without keep-alive comments
-        running, started = self.last_run('--idle', 60, '--stall', 15)
+        running, started = self.last_run('--idle', 60, '--stall', 10)
         started.kill(signal.SIGKILL, 'VLLM::EngineCore')
         checked = running.finish()
         record = self.conclude(checked, checked.record['outcome'], done=False)
@@ -520,7 +526,7 @@ class VllmTest(ModelServerTest):
     def test_when_it_is_told_to_stop(self) -> None:
         # It gives its engine no time. Whether the engine can still say abort, is found dead, or is waited for with keep-alive
         # comments and without end, is a race; each is a failure of its own name
-        running, started = self.last_run('--idle', 60, '--stall', 15)
+        running, started = self.last_run('--idle', 60, '--stall', 10)
         started.kill(signal.SIGTERM)
         checked = running.finish()
         record = self.conclude(checked, checked.record['outcome'])
