@@ -506,7 +506,7 @@ class VllmTest(ModelServerTest):
 
     def test_when_the_engine_is_killed(self) -> None:
         # Most often told at once by an error event; seldom the server is long to find out, with or without keep-alive comments
-        running, started = self.last_run('--idle', 60, '--stall', 10)
+        running, started = self.last_run('--idle', 60, '--stall', 20)
         started.kill(signal.SIGKILL, 'VLLM::EngineCore')
         checked = running.finish()
         record = self.conclude(checked, checked.record['outcome'], done=False)
@@ -526,7 +526,7 @@ class VllmTest(ModelServerTest):
     def test_when_it_is_told_to_stop(self) -> None:
         # It gives its engine no time. Whether the engine can still say abort, is found dead, or is waited for with keep-alive
         # comments and without end, is a race; each is a failure of its own name
-        running, started = self.last_run('--idle', 60, '--stall', 10)
+        running, started = self.last_run('--idle', 60, '--stall', 20)
         started.kill(signal.SIGTERM)
         checked = running.finish()
         record = self.conclude(checked, checked.record['outcome'])
