@@ -1086,9 +1086,7 @@ class ChatCompletion:
             if choices is None and usage is None:
                 self._warn('empty_chunk')
         elif type(choices) is list:
-            for choice in choices:
-                if type(choice) is dict and choice.get('error') is not None:
-                    self._error(choice['error'])
+            self._choice_errors(choices)
         if kind != 'chat.completion.chunk' or chunk.get('model') != self.model or 'system_fingerprint' in chunk:
             self._head_members(chunk)
         if usage is not None:
@@ -1107,6 +1105,12 @@ class ChatCompletion:
         if finish is not None:
             self._finish(finish)
         return content
+
+    def _choice_errors(self, choices: list[Any]) -> None:
+        for choice in choices:
+            for part in (choice, choice.get('delta')) if type(choice) is dict else ():
+                if type(part) is dict and part.get('error') is not None:
+                    self._error(part['error'])
 
     def _error(self, error: Any) -> NoReturn:
         """Raise ``server_error`` for an error in any of its forms: object, string, or event data of type error."""
@@ -1292,14 +1296,28 @@ class Clock:
         """From here on nothing but the deadline and these seconds count, and their end raises _GraceOver."""
         self._grace = min(self.now() + seconds, self.start + self.deadline)
 
+    def _over(self) -> tuple[float, str]:
+        """The earliest end of the clocks that count from the start, and its code."""
+        end = self.start + self.deadline, 'deadline'
+        if self.first_text is not None and not self.text_seen:
+            return min(end, (self.start + self.first_text, 'first_text_timeout'))
+        return end
+
     def due(self) -> tuple[float, str]:
         """The earliest end of a clock and its code."""
-        ends = [(self.moved + self.idle, 'idle_timeout'), (self.start + self.deadline, 'deadline')]
-        if self.first_text is not None and not self.text_seen:
-            ends.append((self.start + self.first_text, 'first_text_timeout'))
+        end = min(self._over(), (self.moved + self.idle, 'idle_timeout'))
         if self.stall is not None and self.event_at is not None:
-            ends.append((self.event_at + self.stall, 'stall_timeout'))
-        return min(ends)
+            return min(end, (self.event_at + self.stall, 'stall_timeout'))
+        return end
+
+    def woken(self) -> None:
+        """A wait ended with bytes at hand. Raises StreamFailure if it ended too late, since the process itself was stopped.
+
+        Those bytes are progress, so that idle and stall are not over; a clock that counts from the start is.
+        """
+        end, code = self._over()
+        if self._grace is None and self.now() >= end:
+            raise self.failure(code)
 
     def remaining(self) -> float:
         """Seconds until the next clock runs out, above 0. Raises StreamFailure (or _GraceOver) when one has."""
@@ -1785,6 +1803,7 @@ class Wire:
         while True:
             if not self._readable.poll(self.clock.wait_ms()):
                 continue
+            self.clock.woken()
             try:  # only now, since recv makes its buffer before it waits
                 raw = self.sock.recv(READ_BYTES)
             except BlockingIOError:

@@ -613,6 +613,8 @@ class ChatTest(unittest.TestCase):
         ('error beats everything in its chunk', [TEXT, {**chunk(7), 'error': 'x', 'usage': 3}], 'server_error', 'Hi', None, False, []),
         ('usage before choices', [TEXT, {**chunk(7), 'usage': 3}], 'bad_usage', 'Hi', None, False, []),
         ('usage of a failing chunk counts', [STOP, {**chunk('Hi'), 'usage': {'completion_tokens': 4}}], 'text_after_finish', '', 'stop', False, []),
+        ('an error inside a delta is one', [TEXT, chunk(choices=[{'index': 0, 'delta': {'content': 'x', 'error': 'died'}}]), STOP, DONE], 'server_error', 'Hi', None, False, []),
+        ('an error null inside a delta is none', [chunk(choices=[{'index': 0, 'delta': {'content': 'Hi', 'error': None}}]), STOP, DONE], 'passed', 'Hi', 'stop', True, []),
         ('an earlier failure stands', [TEXT, {'choices': 3}, {'error': 'x'}], 'bad_shape', 'Hi', None, False, []),
         ('nothing after [DONE] changes it', [TEXT, STOP, DONE, 'junk', {'error': 'x'}], 'passed', 'Hi', 'stop', True, []),
         ('a second stop', [TEXT, STOP, STOP, DONE], 'passed', 'Hi', 'stop', True, ['finish_repeated']),
@@ -2075,6 +2077,25 @@ class EvidenceTest(Directory):
         with fixture('slow-text', delay=0.01) as url, concurrent.futures.ThreadPoolExecutor(4) as pool:
             self.assertIn('interrupted', list(pool.map(one, range(200 if LONG else 12))))
         self.assertEqual([n for n in self.names() if n.endswith('.tmp')], [])
+
+    def captured(self, name: str) -> bool:
+        """Whether this capture holds an event already."""
+        return (self.here / name).exists() and b'data: ' in (self.here / name).read_bytes()
+
+    def test_a_process_that_was_stopped_wakes_to_its_deadline_also_where_bytes_wait(self) -> None:
+        head = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n'
+        for clocks, outcome in ((('--deadline', '3'), 'deadline'), (('--first-text', '3'), 'first_text_timeout'),
+                                (('--idle', '2', '--stall', '2'), 'passed')):  # the bytes that wait are progress
+            first, text = (chunk(''), '') if outcome == 'first_text_timeout' else (TEXT, 'Hi')
+            with self.subTest(outcome), Raw(sending(head + data(first), 1.0, data(TEXT, STOP, DONE))) as server:
+                process = self.start('--url', server.url, '--output', f'{outcome}.json', '--capture', outcome, *clocks)
+                self.wait_for(functools.partial(self.captured, outcome))
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(4)
+                process.send_signal(signal.SIGCONT)
+                process.communicate(timeout=30)
+                record = self.read(f'{outcome}.json')
+                self.assertEqual((record['outcome'], record['text']), (outcome, text if record['failure'] else 'HiHi'), record['error'])
 
     def test_a_signal_that_python_drops_ends_the_run_all_the_same(self) -> None:
         # Raised in a finalizer, so that it is "ignored"; the run looks once a second
