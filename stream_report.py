@@ -257,9 +257,9 @@ class Reader:
         """Read a record alone, as the client writes it, or records one a line; which, its first line tells."""
         there = os.fstat(file.fileno())
         if stat.S_ISREG(there.st_mode):
-            if (there.st_dev, there.st_ino) in self.files:
+            if _identity(there) in self.files:
                 return
-            self.files.add((there.st_dev, there.st_ino))
+            self.files.add(_identity(there))
         lines = _lines(file)
         first, second = next(lines, b''), next(lines, b'')
         if first.startswith(b'{"capture":'):
@@ -1220,6 +1220,15 @@ def _progress() -> Callable[[int], None]:
     return tell
 
 
+def _identity(there: os.stat_result) -> tuple[int, int]:
+    return there.st_dev, there.st_ino
+
+
+def _refuse_read(path: str, there: os.stat_result, read: set[tuple[int, int]]) -> None:
+    if _identity(there) in read:
+        raise Refused(f'{shown(path)}: is a record that is read here')
+
+
 def _refuse_existing(path: str, force: bool, read: set[tuple[int, int]]) -> None:
     if not path:
         raise Refused('the name of a file is empty')
@@ -1227,8 +1236,7 @@ def _refuse_existing(path: str, force: bool, read: set[tuple[int, int]]) -> None
         raise Refused(f'{shown(path)}: names a directory')
     if os.path.lexists(path):
         there = os.lstat(path)
-        if (there.st_dev, there.st_ino) in read:
-            raise Refused(f'{shown(path)}: is a record that is read here')
+        _refuse_read(path, there, read)
         if not force:
             raise Refused(f'{shown(path)}: exists; --force replaces it')
         if not stat.S_ISREG(there.st_mode):
@@ -1310,9 +1318,7 @@ def _check_targets(args: argparse.Namespace, read: set[tuple[int, int]]) -> None
         raise Refused('only one output can go to standard output')
     summary = os.environ.get(SUMMARY_VARIABLE)
     if args.summary and summary and os.path.exists(summary):
-        there = os.stat(summary)
-        if (there.st_dev, there.st_ino) in read:
-            raise Refused(f'{shown(summary)}: is a record that is read here')
+        _refuse_read(summary, os.stat(summary), read)
 
 
 def report(argv: Sequence[str] | None) -> Iterator[str]:

@@ -600,6 +600,7 @@ class JsonTest(unittest.TestCase):
 
 
 TEXT, STOP, DONE = chunk('Hi'), chunk(finish='stop'), '[DONE]'
+HEAD = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n'  # of an answer that closing ends
 
 
 class ChatTest(unittest.TestCase):
@@ -1141,7 +1142,7 @@ class InterfaceTest(unittest.TestCase):
         closed = threading.Event()
 
         def script(connection: socket.socket) -> None:
-            connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n' + data(TEXT))
+            connection.sendall(HEAD + data(TEXT))
             if not connection.recv(1):
                 closed.set()
 
@@ -1208,18 +1209,16 @@ class InterfaceTest(unittest.TestCase):
                     self.assertEqual(record['response']['headers']['via'], '1, 2')
 
     def test_buffered_delivery_is_noticed(self) -> None:
-        head = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n'
         whole = data(*[chunk('a')] * 40, STOP, DONE)
-        with Raw(sending(head, 1.2, whole)) as server:
+        with Raw(sending(HEAD, 1.2, whole)) as server:
             self.assertIs(stream(server.url, 'm', 'p')['delivery']['buffered'], True)
-        with Raw(sending(head, whole)) as server:
+        with Raw(sending(HEAD, whole)) as server:
             self.assertIs(stream(server.url, 'm', 'p')['delivery']['buffered'], False)
-        with Raw(sending(head, data(TEXT, STOP, DONE))) as server:
+        with Raw(sending(HEAD, data(TEXT, STOP, DONE))) as server:
             self.assertIsNone(stream(server.url, 'm', 'p')['delivery']['buffered'])
 
     def test_times_are_those_of_the_reads(self) -> None:
-        head = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n'
-        with Raw(sending(head, 0.3, data(chunk('a'), chunk('b')), 0.3, data(chunk('c')), 0.3, data(STOP, DONE))) as server:
+        with Raw(sending(HEAD, 0.3, data(chunk('a'), chunk('b')), 0.3, data(chunk('c')), 0.3, data(STOP, DONE))) as server:
             record = stream(server.url, 'm', 'p')
         marks = record['marks_ms']
         self.assertEqual(record['event_gaps_ms'][0], 0.0)
@@ -1518,7 +1517,7 @@ class FailureCodeTest(unittest.TestCase):
             def script(connection: socket.socket, whole: bytes = whole) -> None:
                 with context.wrap_socket(connection, server_side=True) as secured:
                     read_request(secured)
-                    secured.sendall(b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n' + whole)
+                    secured.sendall(HEAD + whole)
                     secured.shutdown(socket.SHUT_WR)  # without close_notify
 
             with Raw(script, read=False) as server:
@@ -1529,8 +1528,7 @@ class FailureCodeTest(unittest.TestCase):
     def test_what_is_no_tls_record_after_the_handshake(self) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.path('good'))
-        head = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n'
-        for before in (b'', head + data(TEXT)):
+        for before in (b'', HEAD + data(TEXT)):
 
             def script(connection: socket.socket, before: bytes = before) -> None:
                 with context.wrap_socket(connection, server_side=True) as secured, socket.socket(fileno=os.dup(secured.fileno())) as under:
@@ -1938,7 +1936,7 @@ class DeadlineTest(unittest.TestCase):
                 for row, secured, outcome, status in pool.map(one, rows * 2, [False] * len(rows) + [True] * len(rows)):
                     with self.subTest(row=row, secured=secured):
                         self.assertEqual((outcome, status), ('http_status', row[2]))
-        whole = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n' + data(TEXT, STOP, DONE)
+        whole = HEAD + data(TEXT, STOP, DONE)
         with Raw(server([whole, b'', b'', b''], False, False), read=False, buffer=4096) as raw:
             self.assertEqual(stream(raw.url, 'm', None, messages=long, idle=3, deadline=8)['outcome'], 'send_failed')
         with fixture() as url:
@@ -2083,11 +2081,10 @@ class EvidenceTest(Directory):
         return (self.here / name).exists() and b'data: ' in (self.here / name).read_bytes()
 
     def test_a_process_that_was_stopped_wakes_to_its_deadline_also_where_bytes_wait(self) -> None:
-        head = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n'
-        for clocks, outcome in ((('--deadline', '3'), 'deadline'), (('--first-text', '3'), 'first_text_timeout'),
-                                (('--idle', '2', '--stall', '2'), 'passed')):  # the bytes that wait are progress
-            first, text = (chunk(''), '') if outcome == 'first_text_timeout' else (TEXT, 'Hi')
-            with self.subTest(outcome), Raw(sending(head + data(first), 1.0, data(TEXT, STOP, DONE))) as server:
+        for clocks, first, outcome, text in (
+                (('--deadline', '3'), TEXT, 'deadline', 'Hi'), (('--first-text', '3'), chunk(''), 'first_text_timeout', ''),
+                (('--idle', '2', '--stall', '2'), TEXT, 'passed', 'HiHi')):  # the bytes that wait are progress
+            with self.subTest(outcome), Raw(sending(HEAD + data(first), 1.0, data(TEXT, STOP, DONE))) as server:
                 process = self.start('--url', server.url, '--output', f'{outcome}.json', '--capture', outcome, *clocks)
                 self.wait_for(functools.partial(self.captured, outcome))
                 process.send_signal(signal.SIGSTOP)
@@ -2095,7 +2092,7 @@ class EvidenceTest(Directory):
                 process.send_signal(signal.SIGCONT)
                 process.communicate(timeout=30)
                 record = self.read(f'{outcome}.json')
-                self.assertEqual((record['outcome'], record['text']), (outcome, text if record['failure'] else 'HiHi'), record['error'])
+                self.assertEqual((record['outcome'], record['text']), (outcome, text), record['error'])
 
     def test_a_signal_that_python_drops_ends_the_run_all_the_same(self) -> None:
         # Raised in a finalizer, so that it is "ignored"; the run looks once a second
@@ -2118,7 +2115,7 @@ stream_client.ChatStream._judge = losing
         self.assertLess(record['duration_ms'], 10_000)
 
     def test_a_signal_in_the_wait_after_done_leaves_the_verdict(self) -> None:
-        with Raw(sending(b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n', data(TEXT, STOP, DONE), 1.0)) as server:
+        with Raw(sending(HEAD, data(TEXT, STOP, DONE), 1.0)) as server:
             code = """
 import os, signal
 drain = stream_client.ChatStream._drain
@@ -2715,7 +2712,7 @@ class OfflineTest(Directory):
 
     def test_what_is_no_event_stream_is_named(self) -> None:
         for body, error in [
-            (b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n' + data(TEXT, STOP, DONE),
+            (HEAD + data(TEXT, STOP, DONE),
              'the input begins with a status line: record the body alone (curl without -i)'),
             (b'{"error": {"message": "no such model"}}', 'the input is JSON: "no such model"'),
             (b'<html><title>502 Bad Gateway</title>', 'the input is HTML: "502 Bad Gateway"'),
@@ -2830,7 +2827,7 @@ class TerminalTest(Directory):
 
     def test_controls_are_escaped(self) -> None:
         hostile = 'a\x1b[2J\x07\x00\x7f\x85\x9b31m\u202eb\u2066\u200f\ufeff\u2028c\r\nd\te'
-        answer = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n' + data(json.dumps(chunk(hostile)), STOP, DONE)
+        answer = HEAD + data(json.dumps(chunk(hostile)), STOP, DONE)
         with Raw(sending(answer)) as server:
             shown = self.on_terminal('--url', server.url, '--model', 'm', NO_COLOR='1')
         self.assertEqual(re.sub('[ -~\u00a1-\u1fff]', '', shown.replace('\r\n', '')), '')

@@ -166,8 +166,6 @@ def widen(model: LlamaForCausalLM) -> LlamaForCausalLM:
         for name, sides in (('gate_proj', (0, 0, 0, more)), ('up_proj', (0, 0, 0, more)), ('down_proj', (0, more))):
             linear = getattr(layer.mlp, name)
             linear.weight = torch.nn.Parameter(torch.nn.functional.pad(linear.weight, sides))
-            linear.out_features, linear.in_features = linear.weight.shape
-        layer.mlp.intermediate_size = WIDENED
     model.config.intermediate_size = WIDENED
     return model
 
