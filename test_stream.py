@@ -3718,7 +3718,7 @@ class JudgeTest(Directory):
         self.assertEqual(sorted(re.sub('^[0-9]/3 ', '', line) for line in done.stderr.splitlines()),
                          ['broken: agrees', 'length: agrees', 'ok: agrees'])
         wrong = [sys.executable, '-c', 'import sys, time; time.sleep(30 if "length" in sys.argv[1] else 0); sys.exit(sys.argv[1] == "ok")', '{mode}']
-        done = run('--judge', '--modes', modes, '--limit', '1', '--', *wrong, program=FIXTURE)
+        done = run('--judge', '--modes', modes, '--limit', '8', '--', *wrong, program=FIXTURE)
         self.assertEqual((done.returncode, done.stdout.splitlines()[-1]), (1, '3 modes: 0 agrees, 1 false success, 1 false failure, 1 hang'))
         process = subprocess.Popen([sys.executable, FIXTURE, '--judge', '--modes', 'ok', '--', sys.executable, '-c',
                                     f'import time, os; open({str(self.here / "pid")!r}, "w").write(str(os.getpid())); time.sleep(60)'],
