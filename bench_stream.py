@@ -636,9 +636,13 @@ def main() -> int:
     unknown = set(args.only.split(',')) - set(BENCHES)
     if unknown or args.rounds < 1 or args.scale <= 0:
         parser.error(f'unknown: {", ".join(sorted(unknown))}' if unknown else '--rounds and --scale are above 0')
+    try:
+        found = versions()
+    except metadata.PackageNotFoundError as exc:
+        parser.error(f'{exc.name} is not installed: pip install --group bench')
     bench, rows = Bench(args.rounds, args.scale), []
     if not args.json:
-        print(', '.join(f'{name} {version}' for name, version in versions().items()))
+        print(', '.join(f'{name} {version}' for name, version in found.items()))
         print('\n| measure | unit | figures | reach |\n| --- | --- | --- | --- |', flush=True)
     for name in args.only.split(','):
         for row in BENCHES[name](bench):
@@ -646,7 +650,7 @@ def main() -> int:
             if not args.json:
                 print(shown(row), flush=True)
     if args.json:
-        print(json.dumps({'versions': versions(), 'rounds': args.rounds, 'scale': args.scale, 'rows': [row._asdict() for row in rows]}))
+        print(json.dumps({'versions': found, 'rounds': args.rounds, 'scale': args.scale, 'rows': [row._asdict() for row in rows]}))
     missed = [row for row in rows if row.reached is False]
     for row in missed if args.check else ():
         print(f'missed: {row.measure} ({row.unit}): {row.reach}', file=sys.stderr)

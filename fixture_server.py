@@ -811,7 +811,7 @@ class FixtureServer(ThreadingHTTPServer):
         """A client that left is no event worth a traceback; anything else is one line."""
         kind = sys.exc_info()[0]
         if kind and not issubclass(kind, OSError):
-            print(f'fixture_server.py: {kind.__name__} while answering', file=sys.stderr)
+            _say(f'fixture_server.py: {kind.__name__} while answering')
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -869,7 +869,7 @@ class Handler(BaseHTTPRequestHandler):
         number, rng = self.server.draw()
         if name == RANDOM:
             name = rng.choice(list(MODES))
-            print(f'request {number}: mode {name}', file=sys.stderr, flush=True)
+            _say(f'request {number}: mode {name}')
         if name not in MODES and not (name == REPLAY and self.server.replayed):
             self._refuse(404, f'there is no mode {name[:80]!a}')
             return
@@ -991,7 +991,8 @@ def replayed(path: str) -> Callable[[Request], Iterable[Step]]:
     """The recorded answer in a file: a capture of the client, with its timing, or plain body bytes (``curl -sN > FILE``).
 
     A capture is JSON lines: first the head (``capture``, ``headers``, and ``status``, null where none came), then a line a read
-    (``ms`` since the head, and ``text``, or ``base64`` where it is not UTF-8), last how it ended (``end``, ``outcome``).
+    (``ms`` since the head, and ``text``, or ``base64`` where it is not UTF-8), last how it ended (``end``, ``outcome``). What it
+    has of an answer that is no event stream (``excerpt``) is served as if it were the whole.
     Raises OSError, or ValueError for a capture that is malformed.
     """
     with open(path, 'rb') as file:
@@ -1002,11 +1003,15 @@ def replayed(path: str) -> Callable[[Request], Iterable[Step]]:
         whole, _, _cut = data.rpartition(b'\n')  # a killed writer's last line may be cut
         first, *lines = [dict(json.loads(line)) for line in whole.split(b'\n')]
         fields = [f'{k}: {v}' for k, v in first['headers'].items() if k not in ('transfer-encoding', 'content-length', 'connection')]
+        if first['capture'] != 1 or not 100 <= int(first['status'] or 200) <= 999 or any(re.search('[\r\n\0]', field) for field in fields):
+            raise ValueError
         reads = [(float(line['ms']), line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True))
                  for line in lines if 'end' not in line and line.get('text') != '']
         last = lines[-1] if lines and 'end' in lines[-1] else {'end': None}
+        if any(line.get('excerpt') for line in lines):
+            last = {'end': 'closed'}
         start = b'' if first['status'] is None else head(*fields, CHUNKED, status=f'{int(first["status"])} Replayed')
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise ValueError(f'{path} is a malformed capture') from None
 
     def run(_request: Request) -> Iterator[Step]:
@@ -1122,12 +1127,30 @@ def _fragment(text: str) -> int | str:
     return text if text == 'random' else int(text)
 
 
-def _print_modes(as_json: bool) -> None:
+def _say(text: str, fd: int = 2) -> OSError | None:
+    """Write a line to stderr, or to the descriptor given; what prevents that."""
+    left = memoryview((text + '\n').encode(errors='replace'))
+    try:
+        while left:
+            left = left[os.write(fd, left) :]
+    except OSError as exc:
+        return exc
+    return None
+
+
+def _printed(text: str) -> int:
+    """Write a line to stdout: the exit status, 2 where it cannot be written; a reader that has read enough is none of that."""
+    wrong = _say(text, 1)
+    if wrong is None or isinstance(wrong, BrokenPipeError):
+        return 0
+    _say(f'fixture_server.py: stdout cannot be written: {wrong.strerror}')
+    return 2
+
+
+def _listed_modes(as_json: bool) -> str:
     if as_json:
-        print(json.dumps(mode_rows(), indent=1))
-    else:
-        for row in mode_rows():
-            print(f'{row["mode"]:24} {row["expect"]:20} {row["sends"]} [{row["source"]}]')
+        return json.dumps(mode_rows(), indent=1)
+    return '\n'.join(f'{row["mode"]:24} {row["expect"]:20} {row["sends"]} [{row["source"]}]' for row in mode_rows())
 
 
 def _judge_command(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -1142,23 +1165,24 @@ def _judge_command(args: argparse.Namespace, words: Sequence[str]) -> int:
     elif not 1 <= args.jobs <= 64 or not 0 < args.limit <= HOLD_S:
         refusal = f'--jobs is from 1 to 64, --limit above 0 and at most {HOLD_S:g}'
     if refusal:
-        print(f'fixture_server.py: --judge: {refusal}', file=sys.stderr)
+        _say(f'fixture_server.py: --judge: {refusal}')
         return 2
     done, total, client = itertools.count(1), len(modes or MODES), Command(words, args.limit)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, client.stop)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, client.stop)
 
     def told(result: Judged) -> None:
-        print(f'{next(done)}/{total} {result.mode}: {result.verdict}', file=sys.stderr, flush=True)
+        _say(f'{next(done)}/{total} {result.mode}: {result.verdict}')
 
     try:
         results = judge(client, jobs=args.jobs, modes=modes, fragment=args.fragment, seed=args.seed,
                         certificate=args.certificate, key=args.key, told=told)
     except (ValueError, OSError) as exc:
-        print(f'fixture_server.py: --judge: {getattr(exc, "strerror", None) or exc}', file=sys.stderr)
+        _say(f'fixture_server.py: --judge: {getattr(exc, "strerror", None) or exc}')
         return 2
     if client.stopped:
-        print(f'fixture_server.py: --judge: ended by {signal.Signals(client.stopped).name}', file=sys.stderr)
+        _say(f'fixture_server.py: --judge: ended by {signal.Signals(client.stopped).name}')
         return 128 + client.stopped
     counts = {v: sum(r.verdict == v for r in results) for v in ('agrees', 'false success', 'false failure', 'hang')}
     if args.json:
@@ -1166,10 +1190,7 @@ def _judge_command(args: argparse.Namespace, words: Sequence[str]) -> int:
     else:
         said = '\n'.join([*(f'{r.verdict:14} {r.mode:26} expected {r.expect}' for r in results),
                           f'{total} modes: ' + ', '.join(f'{n} {v}' for v, n in counts.items())])
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(said + '\n')
-        sys.stdout.flush()
-    return 0 if counts['agrees'] == total else 1
+    return _printed(said) or (0 if counts['agrees'] == total else 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -1191,12 +1212,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--jobs', type=int, default=4, metavar='N', help='with --judge: how many at once (default 4)')
     parser.add_argument('--limit', type=float, default=20.0, metavar='S', help='with --judge: for one mode (default 20)')
     parser.add_argument('--modes', metavar='NAME[,...]', help='with --judge: only these')
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # where one of the three was closed, no socket may come to stand
+        pass
+    os.close(fd)
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index('--') if '--' in words else len(words)
     args = parser.parse_args(words[:at])
     if args.list_modes:
-        _print_modes(args.json)
-        return 0
+        return _printed(_listed_modes(args.json))
     if args.judge or words[at + 1 :]:
         return _judge_command(args, words[at + 1 :])
     try:
@@ -1204,14 +1227,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                          key=args.key, replay=args.replay)
     except (ValueError, OSError) as exc:
         what = f'port {args.port} or a file cannot be used: {exc.strerror}' if isinstance(exc, OSError) else exc
-        print(f'fixture_server.py: {what}', file=sys.stderr)
+        _say(f'fixture_server.py: {what}')
         return 2
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: threading.Thread(target=fixture.shutdown).start())
-    print(f'fixture in mode {fixture.mode} on http{"s" if args.certificate else ""}://127.0.0.1:{fixture.server_port}', flush=True)
     with fixture:
-        fixture.serve_forever(0.05)
-    return 0
+        url = f'http{"s" if args.certificate else ""}://127.0.0.1:{fixture.server_port}'
+        status = _printed(f'fixture in mode {fixture.mode} on {url}')
+        if not status:
+            fixture.serve_forever(0.05)
+    return status
 
 
 if __name__ == '__main__':

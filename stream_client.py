@@ -185,7 +185,8 @@ FAILURES = {
     'first_text_timeout': Kind(REACHED, 'no visible text within --first-text', 'queue, prefill or hidden reasoning'),
     'stall_timeout': Kind(REACHED, 'no event with data for --stall seconds', 'keep-alive comments alone are no progress'),
     'interrupted': Kind('client', 'ended by a signal or by the caller', 'run it again to have a verdict'),
-    'unfinished': Kind('client', 'the run had not ended when this was written', 'the process was killed: run it again'),
+    'unfinished': Kind('client', 'the run had not ended when this was written',
+                       'the process was killed, or the capture ends early: run it again'),
     'internal': Kind('client', 'a fault in this client', 'please report it with this record, the text removed'),
 }
 
@@ -287,7 +288,8 @@ class Secret:
     """
 
     _FOLD = re.compile(r'\r?\n[ \t]*')
-    _HALF = re.compile(r'\\{1,8}(?:u[0-9A-Fa-f]{0,3})?|%[0-9A-Fa-f]?|&[#A-Za-z0-9]{0,10}|\r?\n?[ \t]*')  # a form that is cut itself
+    _CUT = r'\\{1,8}(?:u[0-9A-Fa-f]{0,3})?|%[0-9A-Fa-f]?|&[#A-Za-z0-9]{0,10}'  # a form that is cut itself
+    _CUT_FIRST, _HALF = re.compile(rf'(?:{_CUT})\Z'), re.compile(rf'{_CUT}|\r?\n?[ \t]*')
 
     def __init__(self, key: str | None) -> None:
         self.key = key or ''
@@ -331,12 +333,16 @@ class Secret:
         return ''.join(kept) + text[at:]
 
     def begins_at(self, text: str, least: int) -> int:
-        """Where a start of the key, of ``least`` characters or more, stands at the end of ``text``; its length if none does."""
+        """Where a start of the key, of ``least`` characters or more, stands at the end of ``text``; its length if none does.
+
+        With 0, that is also what may become a form of its first character.
+        """
+        first = self._CUT_FIRST.search(text, max(0, len(text) - 12)) if self._hidden and not least else None
         for may in self._may_start.finditer(text, max(0, len(text) - 24 * len(self._hidden))) if self._may_start else ():
             count, end = self._follow(text, may.start())
             if count >= least and (end == len(text) or self._HALF.fullmatch(text, end)):
-                return may.start()
-        return len(text)
+                return min(may.start(), first.start()) if first else may.start()
+        return first.start() if first else len(text)
 
     def mask_cut(self, text: str) -> str:
         """The same for a text that may be cut somewhere: 6 characters of the key or more at its end are masked too."""
@@ -2078,15 +2084,16 @@ class Capture:
 
     The first line is the head: ``{"capture": 1, "started_at": ..., "ms": when it came, "synthetic": ..., "status": ...,
     "headers": {...}, "asked": {...}}``, with harmless fields only, and of the request what warnings rest on. Then a line a
-    read: ``{"ms": since the head, "text": ...}``, or ``"base64"`` where it is not UTF-8 or would spell the key. The last tells
-    how it ended: ``{"end": ..., "outcome": ..., "boundary": ..., "error": ..., "ms": ...}``, and ``incomplete`` where the file
+    read: ``{"ms": since the head, "text": ...}``, or ``"base64"`` where it is not UTF-8 or would spell the key, and
+    ``"excerpt": true`` where the answer is no event stream, so that its body says no more than why. The last tells how it
+    ended: ``{"end": ..., "outcome": ..., "boundary": ..., "error": ..., "ms": ...}``, and ``incomplete`` where the reads
     would have more than ``most`` bytes. The key is masked with equal length, also where reads cut it: a read that may end in
     its start waits for the next. Raises Refused; a write that fails ends the capture, never the run.
     """
 
     def __init__(self, path: str, secret: Secret, most: int) -> None:
         self.path, self.secret = path, secret
-        self.begun = self.incomplete = self._broken = False
+        self.begun = self.incomplete = self.excerpt = self._broken = False
         self._left = most
         self._held: list[tuple[float, int]] = []  # reads that wait: their times and lengths ...
         self._text = ''  # ... and their bytes as characters, so that the key's forms can be looked for
@@ -2098,9 +2105,11 @@ class Capture:
     def line(self, value: Mapping[str, Any]) -> None:
         """Write one line."""
         self.begun = True
+        self._write(to_json(value, one_line=True))
+
+    def _write(self, line: bytes) -> None:
         try:
-            left = memoryview(to_json(value, one_line=True))
-            self._left -= len(left)
+            left = memoryview(line)
             while left and not self._broken:
                 left = left[os.write(self._fd, left) :]
         except OSError:
@@ -2110,20 +2119,25 @@ class Capture:
         """Write what one read brought, ``ms`` milliseconds after the head."""
         self._held.append((ms, len(data)))
         self._text = self.secret.mask(self._text + data.decode('latin-1'), stars=True)
-        known = len(self._text) if last else self.secret.begins_at(self._text, 1)
+        known = len(self._text) if last else self.secret.begins_at(self._text, 0)
         while self._held and self._held[0][1] <= known:
             ms, length = self._held.pop(0)
             self._put(ms, self._text[:length].encode('latin-1'))
             self._text, known = self._text[length:], known - length
 
     def _put(self, ms: float, data: bytes) -> None:
-        self.incomplete = self.incomplete or self._left <= 0
         if not data or self.incomplete:
             return
-        line: dict[str, Any] = {'ms': ms, 'text': _utf8_or_none(data)}
-        if line['text'] is None or self.secret.stands_in(to_json(line).decode()):  # JSON's \n before the rest of it, say
-            line = {'ms': ms, 'base64': base64.b64encode(data).decode()}
-        self.line(line)
+        line: dict[str, Any] = {'ms': ms, 'text': _utf8_or_none(data), **({'excerpt': True} if self.excerpt else {})}
+        written = to_json(line, one_line=True)
+        if line['text'] is None or self.secret.stands_in(written.decode()):  # JSON's \n before the rest of it, say
+            line['base64'] = base64.b64encode(data).decode()
+            del line['text']
+            written = to_json(line, one_line=True)
+        self._left -= len(written)
+        self.incomplete = self._left < 0
+        if not self.incomplete:
+            self._write(written)
 
     def end(self, record: Mapping[str, Any]) -> None:
         """Write the last line."""
@@ -2613,15 +2627,20 @@ class ChatStream:
         except StreamFailure:
             return None, None
         parts = []
+        if self.capture:
+            self.capture.excerpt = True
         try:
             while not body.end and not body.failure:
                 raw = wire.read()
                 parts.append(body.feed(raw))
+                self._capture_read(parts[-1], wire.read_at)
                 if not raw:
                     body.feed_eof()
         except (_GraceOver, OSError, StreamFailure):
             pass
-        raw = b''.join(parts)
+        return self._excerpt_of(b''.join(parts))
+
+    def _excerpt_of(self, raw: bytes) -> tuple[str | None, str | None]:
         if not raw:
             return None, None
         if raw.startswith(b'\x1f\x8b'):
@@ -2712,6 +2731,9 @@ class ChatStream:
 
     def _keep(self, data: bytes, at: float) -> None:
         self.digest.update(data)
+        self._capture_read(data, at)
+
+    def _capture_read(self, data: bytes, at: float) -> None:
         if self.capture and data:
             self.capture.read(round((at - self.marks['head']) * 1000, 3), data)
 
@@ -2740,7 +2762,8 @@ class ChatStream:
 
     def _capture_head(self) -> dict[str, Any]:
         asked = {'model': self.model, 'max_tokens': self.chat.max_tokens, 'usage': self.chat.usage_asked}
-        head = {'capture': 1, 'started_at': self.started_at, 'ms': self._ms('head'), 'synthetic': self.synthetic}
+        known = self.synthetic or 'head' in self.marks
+        head = {'capture': 1, 'started_at': self.started_at, 'ms': self._ms('head'), 'synthetic': self.synthetic if known else None}
         return {**head, 'status': self.response['status'], 'headers': self.response['headers'] or {}, 'asked': self.secret.mask_all(asked)}
 
     def _count(self, data: bytes, at: float) -> None:
@@ -2781,6 +2804,7 @@ class Recording(ChatStream):
         self._begin()
         self.started_at, self.synthetic, self.timed = None, None, False
         self._last: dict[str, Any] = {}  # the last line of a capture
+        self._said = b''  # what a captured answer said that was no event stream
         self._begins = b''  # plain bytes, for the message where they are no event stream
         try:
             self._file = open(source, 'rb', buffering=0, closefd=not isinstance(source, int), opener=_not_waiting)
@@ -2827,6 +2851,7 @@ class Recording(ChatStream):
         """What the end of the input means. Raises StreamFailure."""
         last, chat = self._last, self.chat
         self.body_end, outcome = last.get('end'), last.get('outcome', '')
+        self.response['body_excerpt'] = self._excerpt_of(self._said)[0]
         if chat.done:
             if last and not self.body_end:  # as in _drain
                 chat.warnings['unclean_end'] = 1
@@ -2834,10 +2859,13 @@ class Recording(ChatStream):
             self._refuse_other_input()
         elif not last or last.get('incomplete'):
             raise StreamFailure('unfinished', f'the capture {"reached its bound" if last else "has no last line: its run was killed"}')
-        elif outcome in FAILURES and (not self.body_end or FAILURES[outcome].boundary not in SHOWN_BY_BODY):  # a reset, say, or a clock
+        elif outcome in FAILURES and FAILURES[outcome].boundary not in SHOWN_BY_BODY:  # a reset, say, or a clock
             reached = last['boundary'] if last.get('boundary') in BOUNDARIES else self.clock.boundary
             raise StreamFailure(outcome, self.secret.quote(last.get('error') or 'so says the capture', 1000),
                                 boundary=FAILURES[outcome].boundary or reached)
+        elif outcome in FAILURES and not self.body_end:
+            raise StreamFailure('unfinished', f'the capture ends where its run failed with "{outcome}", which is no failure by the '
+                                              'policy and limits given now: what followed is not known')
         chat.end(self.body_end)
 
     def _refuse_other_input(self) -> None:
@@ -2923,6 +2951,9 @@ class Recording(ChatStream):
             return None
         self._passed(self.marks['head'] + ms)
         data = line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True)
+        if line.get('excerpt') is True:
+            self._said = (self._said + data)[: MAX_ERROR_BODY_BYTES]
+            return None
         return self.marks['end'], data
 
     def _take_head(self, line: dict[str, Any], at: float) -> None:
@@ -2931,7 +2962,7 @@ class Recording(ChatStream):
         self.marks['end'] = at  # where the capture has come to
         status, synthetic, began = line['status'], line.get('synthetic'), line.get('started_at')
         fields = {k: self.secret.quote(str(v)) for k, v in line['headers'].items() if k in RECORDED_FIELDS}
-        self.response.update(status=status if _count(status) else None, headers=None if status is None else fields)
+        self.response.update(status=status if _count(status) and status < 1000 else None, headers=None if status is None else fields)
         if status is not None:
             self.marks['head'] = self.marks['end']
         self.synthetic = synthetic if isinstance(synthetic, bool) else None
@@ -3362,6 +3393,8 @@ def _recording_of(args: argparse.Namespace) -> ChatStream:
     odd = given.keys() - {'input', 'model', 'output', 'api_key_file', 'note', 'show_text', *RECORDED_OPTIONS}
     if odd:
         raise Refused(min(odd), 'says nothing with --input')
+    if args.input == '-' and sys.stdin is None:
+        raise Refused('input', 'is stdin, which is closed')
     if args.input == args.api_key_file == '-':
         raise Refused('api_key_file', 'and --input cannot both be stdin')
     options = {name: given[name] for name in RECORDED_OPTIONS if name in given}

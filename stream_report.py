@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import codecs
 import functools
 import hashlib
 import html
@@ -61,7 +62,7 @@ _COUNT = {'type': 'integer', 'minimum': 0, 'maximum': 2**63 - 1}
 _CLAIMED = {'type': 'integer', 'minimum': 0}  # what a server claims has no bound
 _TIME = {'type': 'number', 'minimum': 0, 'maximum': 1e12}  # milliseconds
 _SHA256 = {'type': 'string', 'pattern': '^[0-9a-f]{64}' + _END}
-_CODE = {'type': 'string', 'pattern': '^[a-z][a-z0-9_]*' + _END}
+_CODE = {'type': 'string', 'pattern': '^[a-z][a-z0-9_]{0,63}' + _END}
 _UTC = {'type': 'string', 'pattern': '^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z' + _END}
 _TEXTS = {'type': 'object', 'additionalProperties': _TEXT}
 _CODES = {'type': 'array', 'items': _TEXT}
@@ -207,7 +208,7 @@ class Refused(Exception):
 class Reader:
     """Reads records from files, directories and standard input; ``runs`` are those found, ``skipped`` names all else."""
 
-    def __init__(self, keep_text: bool, progress: Callable[[int], None]) -> None:
+    def __init__(self, keep_text: bool, progress: Callable[[int, int], None]) -> None:
         self.runs: list[Run] = []
         self.skipped: list[str] = []
         self.files: set[tuple[int, int]] = set()  # (device, inode): none is read twice, and none is written to
@@ -261,17 +262,17 @@ class Reader:
                 return
             self.files.add(_identity(there))
         lines = _lines(file)
-        first, second = next(lines, b''), next(lines, b'')
+        first, second = next(lines, b'').removeprefix(codecs.BOM_UTF8), next(lines, b'')
         if first.startswith(b'{"capture":'):
             self.skipped.append(f'{name}: is no record but a capture, which stream_client.py --input judges')
-        elif first.rstrip() in (b'{', b'[') or not second:
+        elif (first.rstrip() == b'{' and not second.startswith(b'{')) or first.rstrip() == b'[' or not second:
             self._take(name, first + second + file.read(MAX_RECORD_BYTES))
         else:
             self._take_lines(name, itertools.chain((first, second), lines))
 
     def _take_lines(self, name: str, lines: Iterable[bytes]) -> None:
         for number, line in enumerate(lines, 1):
-            if line.strip():
+            if line.strip() or len(line) > MAX_RECORD_BYTES:
                 self._take(f'{name}:{number}', line)
 
     def _take(self, source: str, data: bytes) -> None:
@@ -292,7 +293,7 @@ class Reader:
             if not self._keep_text:
                 record['text'] = ''
             self.runs.append(Run(source, record))
-            self._progress(len(self.runs))
+        self._progress(len(self.runs), len(self.skipped))
 
 
 def _not_read(record: Any) -> str | None:
@@ -310,7 +311,10 @@ def _not_read(record: Any) -> str | None:
 
 
 def _lines(file: Any) -> Iterator[bytes]:
-    return iter(lambda: file.readline(MAX_RECORD_BYTES + 1), b'')
+    while line := file.readline(MAX_RECORD_BYTES + 1):
+        yield line
+        while len(line) > MAX_RECORD_BYTES and not line.endswith(b'\n'):  # the rest of it is no line
+            line = file.readline(MAX_RECORD_BYTES + 1)
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -401,6 +405,7 @@ ORIGINS = {
 _HIDDEN = re.compile('[\x00-\x1f\x7f-\x9f\xad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f'
                      '\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ufffe\uffff'
                      '\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]')
+_COMMAND = re.compile(r'(?<![^\n])(\s*)::')
 _HIDDEN_BUT_LINES = re.compile(_HIDDEN.pattern.replace('\x00-\x1f', '\x00-\x08\x0b-\x1f'))
 
 
@@ -412,9 +417,9 @@ def _escape(found: re.Match[str]) -> str:
 def shown(text: str, hidden: re.Pattern[str] = _HIDDEN) -> str:
     """Text from a record or a file name, on one line, with everything that steers or hides written as an escape.
 
-    So is ``##[``, which GitHub's runner takes for a command wherever it stands in a line of a log.
+    So is what GitHub's runner takes for a command: ``##[`` wherever it stands in a line of a log, ``::`` at its start.
     """
-    return hidden.sub(_escape, text).replace('##[', '#\\x23[')
+    return _COMMAND.sub(r'\1\\x3a:', hidden.sub(_escape, text)).replace('##[', '#\\x23[')
 
 
 def width(text: str) -> int:
@@ -463,8 +468,8 @@ def share(found: Mapping[str, Any]) -> str:
 
 
 def named(label: str | None) -> str:
-    """A label as shown."""
-    return '(no label)' if label is None else shown(label)
+    """A label as shown, in quotes where it reads as one of our own words."""
+    return '(no label)' if label is None else f'"{label}"' if label in ('(no label)', 'all labels') else shown(label)
 
 
 def verdict(record: Mapping[str, Any]) -> str:
@@ -550,8 +555,9 @@ def _comparable(labels: Sequence[str], runs: Sequence[Run]) -> tuple[list[Run], 
             values = [asked, of(other.record)]
             member = ''
             if isinstance(asked, dict):
-                member = next(k for k in {**values[0], **values[1]} if _text(values[0].get(k)) != _text(values[1].get(k)))
-                values = [value.get(member) for value in values]
+                one, two = ({k: _text(v) for k, v in value.items()} for value in values)
+                member = next(k for k in {**one, **two} if one.get(k) != two.get(k))
+                values = [value.get(member, 'absent') for value in values]
             told = [shown(fitted(_text(value), 120)) for value in values]
             where = shown(f', in {member}') if member else ''
             raise Refused(f'--compare: {name} differ{where}: {told[0]} in {shown(first.source)}, {told[1]} in {shown(other.source)}')
@@ -1208,14 +1214,14 @@ def _say(line: str) -> None:
         pass
 
 
-def _progress() -> Callable[[int], None]:
+def _progress() -> Callable[[int, int], None]:
     last = time.monotonic()
 
-    def tell(count: int) -> None:
+    def tell(count: int, skipped: int) -> None:
         nonlocal last
         if time.monotonic() - last >= PROGRESS_S:
             last = time.monotonic()
-            _say(f'{count} records read')
+            _say(f'{count} records read' + (f', {skipped} skipped' if skipped else ''))
 
     return tell
 
@@ -1319,6 +1325,8 @@ def _check_targets(args: argparse.Namespace, read: set[tuple[int, int]]) -> None
     summary = os.environ.get(SUMMARY_VARIABLE)
     if args.summary and summary and os.path.exists(summary):
         _refuse_read(summary, os.stat(summary), read)
+    if args.summary and summary and os.path.realpath(summary) in {os.path.realpath(path) for path in targets}:
+        raise Refused(f'{SUMMARY_VARIABLE} and --html or --junit name one file')
 
 
 def report(argv: Sequence[str] | None) -> Iterator[str]:

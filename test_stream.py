@@ -2647,9 +2647,25 @@ class OfflineTest(Directory):
     def test_another_status_is_no_success(self) -> None:
         record = self.judge(self.HEAD | {'status': 503}, *self.READS, self.END)
         self.assertEqual((record['outcome'], record['text']), ('http_status', ''))
-        for status in (None, '200', 200.5):
+        for status in (None, '200', 200.5, 10**30):
             record = self.judge(self.HEAD | {'status': status}, self.END | {'outcome': 'passed'})
             self.assertFalse(record['ok'])
+            self.assertIsNone(stream_report.invalid(record, SCHEMA))
+
+    def test_what_is_no_event_stream_is_not_judged_and_still_kept(self) -> None:
+        for excerpt, outcome, text in ((True, 'not_event_stream', ''), (False, 'passed', 'Hi')):
+            record = self.judge(self.HEAD, *({**read, 'excerpt': excerpt} for read in self.READS), self.END | {'outcome': outcome})
+            kept = stream_client.escaped(data(TEXT, STOP, DONE).decode()) if excerpt else None
+            self.assertEqual((record['outcome'], record['text'], record['response']['body_excerpt']), (outcome, text, kept))
+
+    def test_an_origin_that_no_head_told_is_unknown(self) -> None:
+        for args, synthetic in ((('--fixture', 'closed-at-once'), True), (('--url', 'http://127.0.0.1:1/v1/chat/completions', '--model', 'm'), None)):
+            run(*args, '--capture', f'{synthetic}', '--output', '-', cwd=self.here)
+            self.assertIs(judged_offline(self.here / f'{synthetic}')['synthetic'], synthetic)
+
+    def test_a_closed_stdin_is_no_body(self) -> None:
+        done = subprocess.run(['sh', '-c', f'exec "{sys.executable}" "{CLIENT}" --input - --output - <&-'], capture_output=True, text=True, env=environment(), timeout=30)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (2, '', 'stream_client.py: --input: is stdin, which is closed\n'))
 
     def test_policy_and_limits_are_those_given_now(self) -> None:
         cases: list[tuple[dict[str, Any], str]] = [({}, 'no_done'), ({'tolerate': ['no_done']}, 'passed'), ({'max_event_chars': 5}, 'event_too_long'),
@@ -2660,6 +2676,9 @@ class OfflineTest(Directory):
         self.assertEqual(record['input']['limits']['max_stream_bytes'], 5)
         (self.here / 'plain').write_bytes(data(TEXT, STOP))
         self.assertEqual(judged_offline(str(self.here / 'plain'), tolerate=['no_done'])['outcome'], 'no_done')  # how it ended is not known
+        for outcome in ('missing_index', 'line_too_long'):  # at which the run ended, so that nothing tells what would have followed
+            record = self.judge(self.HEAD, *self.READS[:1], self.END | {'end': None, 'outcome': outcome}, tolerate=['missing_index'])
+            self.assertEqual((record['outcome'], record['error'].split(',')[0]), ('unfinished', f'the capture ends where its run failed with "{outcome}"'))
 
     def test_warnings_that_rest_on_the_request_are_those_of_the_run(self) -> None:
         for mode, warning in (('usage-absent', 'no_usage'), ('usage-huge', 'max_tokens_exceeded'), ('model-differs', 'model_differs')):
@@ -2705,7 +2724,8 @@ class OfflineTest(Directory):
             with answer:
                 list(answer)
         self.assertEqual((answer.record['ok'], [w['code'] for w in answer.record['warnings']]), (True, ['capture_incomplete']))
-        self.assertLess((self.here / 'c').stat().st_size, 1_200)
+        lines = (self.here / 'c').read_bytes().splitlines(keepends=True)
+        self.assertLess(sum(len(line) for line in lines[1:-1]), 600)
         record = judged_offline(str(self.here / 'c'))
         self.assertEqual((record['outcome'], record['error']), ('unfinished', 'the capture reached its bound'))
 
@@ -2930,7 +2950,7 @@ class FixtureTest(Directory):
     def test_a_capture_is_replayed(self) -> None:
         expected = {'ok': 'passed', 'broken': 'no_done', 'bad-utf8': 'not_utf8', 'reset-midway': 'connection_reset',
                     'stall-after-text': 'idle_timeout', 'http-error': 'http_status', 'closed-at-once': 'closed_before_head',
-                    'stall-before-head': 'idle_timeout'}
+                    'stall-before-head': 'idle_timeout', 'json-200': 'not_event_stream'}
         with fixture(delay=0.15) as url, concurrent.futures.ThreadPoolExecutor(4) as pool:
             def twice(mode: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
                 kept = str(self.here / mode)
@@ -2946,15 +2966,21 @@ class FixtureTest(Directory):
                     self.assertEqual((live['outcome'], stat.S_IMODE(capture.stat().st_mode)), (expected[mode], 0o600))
                     lines = [json.loads(line) for line in capture.read_text().splitlines()]
                     self.assertEqual((lines[0]['status'], lines[-1]['outcome']), (live['response']['status'], expected[mode]))
-                    same = ('outcome', 'text', 'content_events', 'done') if mode != 'http-error' else ('outcome',)
-                    self.assertEqual([again[k] for k in same], [live[k] for k in same])
+                    same = ('outcome', 'text', 'content_events', 'done')
+                    for other in (again, judged_offline(capture)):
+                        self.assertEqual([other[k] for k in same], [live[k] for k in same])
+                        self.assertEqual(other['response']['body_excerpt'], live['response']['body_excerpt'])
                     if mode == 'ok':
                         self.assertGreater(again['first_text_ms'], 100)
         (self.here / 'plain').write_bytes(data(TEXT, STOP, DONE))
-        (self.here / 'bad').write_text('{"capture": 1}\n')
+        whole = '{"capture": 1, "status": 200, "headers": {}}\n'
+        for name, malformed in (('bad', '{"capture": 1}\n'), ('late', whole.replace('1', '2', 1)), ('many', whole.replace('200', '1e400')),
+                              ('few', whole.replace('200', '99')), ('split', whole.replace('{}', '{"server": "x\\r\\nA: b"}')),
+                              ('long', f'{whole}{{"ms": 1{"0" * 400}, "text": "x"}}\n')):
+            (self.here / name).write_text(malformed)
         with fixture(replay=str(self.here / 'plain')) as url:
             self.assertTrue(stream(url, 'm', 'p')['ok'])
-        for name in ('bad', 'missing'):
+        for name in ('bad', 'late', 'many', 'few', 'split', 'long', 'missing'):
             done = run('--replay', name, program=FIXTURE, cwd=self.here)
             self.assertEqual((done.returncode, done.stdout, done.stderr.count('\n')), (2, '', 1))
 
@@ -2969,6 +2995,23 @@ class FixtureTest(Directory):
             capture.end({'duration_ms': 3.0, 'delivery': {'body_end': 'closed'}, 'outcome': 'passed', 'failure': None, 'error': None})
             kept = b''.join(json.loads(line).get('text', '').encode() for line in name.read_text().splitlines())
             self.assertEqual((len(kept), KEY.encode() in kept, b'0123456789' in kept), (len(raw), False, False))
+
+    def test_a_form_of_the_key_is_masked_wherever_a_read_cuts_it(self) -> None:
+        keys = ('sk-abcdEFGH12', '/bcdEFGH12+/==', '"bcdEFGH&12')
+        for key in keys:
+            units = ''.join(f'\\u{ord(c):04x}' for c in key)
+            percent = ''.join(f'%{ord(c):02X}' for c in key)
+            for form in (key, json.dumps(key)[1:-1].replace('/', '\\/'), units, units.replace('\\', '\\' * 2), percent, html.escape(key), ''.join(f'&#x{ord(c):x};' for c in key)):
+                raw = f'data: {{"debug": "{form} said"}}\n\n'.encode()
+                stars = raw.replace(form.encode(), b'*' * len(form))
+                for at in range(raw.index(form.encode()), raw.index(form.encode()) + len(form) + 1):
+                    capture = stream_client.Capture(str(self.here / 'c'), Secret(key), 1_000_000)
+                    for n, piece in enumerate(cut(raw, [at])):
+                        capture.read(float(n), piece)
+                    capture.end({'duration_ms': 3.0, 'delivery': {'body_end': 'closed'}, 'outcome': 'passed', 'failure': None, 'error': None})
+                    kept = ''.join(json.loads(line).get('text', '') for line in (self.here / 'c').read_text().splitlines())
+                    self.assertEqual(kept.encode(), stars, (form, at))
+                    (self.here / 'c').unlink()
 
     def test_a_masked_capture_is_still_json_and_never_spells_the_key(self) -> None:
         for key, text in (('90000000', 'x'), ('n3secretkey', 'foo \n3secretkey'), ('/abc/defgh', 'see /abc/defgh'), ('u000asecret', 'a\nsecret'),
@@ -3193,7 +3236,7 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
             'false.json': whole.replace(b'"ok": true', b'"ok": false'), 'negative.json': whole.replace(b'"content_events": 2', b'"content_events": -1'),
             'huge.json': whole.replace(b'"completion_tokens": 3', b'"completion_tokens": ' + b'9' * 5000),
             'infinite.json': re.sub(rb'"duration_ms": [0-9.]+', b'"duration_ms": 1e999', whole),
-            'a:1.json': b'', 'name\x1b[2J\n.json': b'x',
+            'code.json': stream_client.to_json(like('broken')).replace(b'"no_done"', b'"' + b'n' * 65 + b'"'), 'a:1.json': b'', 'name\x1b[2J\n.json': b'x',
         }
         for name, raw in bad.items():
             (self.here / 'records' / name).write_bytes(raw)
@@ -3226,6 +3269,8 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
         self.refused('unrecognized arguments: --jso', 'records', '--jso')
         self.refused('argument --compare: expected 2 arguments', 'records', '--compare', 'a')
         self.refused('--html and --junit name one file', 'records', '--html', 'x', '--junit', './x')
+        with unittest.mock.patch.dict(os.environ, {'GITHUB_STEP_SUMMARY': str(self.here / 'x')}):
+            self.refused('GITHUB_STEP_SUMMARY and --html or --junit name one file', 'records', '--summary', '--html', 'x')
         for out in ('--junit', '--html'):
             self.refused('records: names a directory', 'records', out, 'records')
             self.refused('bad.json: exists; --force replaces it', 'records', out, 'bad.json')
@@ -3277,6 +3322,12 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
                 done = self.report('records', '--compare', 'a', 'b')
                 self.assertEqual((done.returncode, done.stdout), (2, ''))
                 self.assertRegex(done.stderr, f'^stream_report\\.py: --compare: {name} differ(, in [a-z_]+)?: .* in records/000.json, .* in records/002.json\n$')
+        for name, members in (('sampling', {'seed': None}), ('limits', {'more': None})):  # null and absent are two things
+            odd = like(label='b', synthetic=False)
+            odd['request'][name] |= members
+            shutil.rmtree(self.here / 'records')
+            self.put(like(label='a', synthetic=False), other, odd)
+            self.refused(f'--compare: {name} differ, in {next(iter(members))}: absent in records/000.json, null in records/002.json', 'records', '--compare', 'a', 'b')
         self.put(like(label='off', request={}))
         self.refused('--compare: records/003.json was judged offline, so what was asked is not known', 'records', '--compare', 'a', 'off')
         self.refused('--compare: no record has the label c; there are: a, b, off', 'records', '--compare', 'a', 'c')
@@ -3296,6 +3347,30 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
         self.assertEqual(len(commands), 1)
         self.assertRegex(commands[0], '^::error title=completion%3A no_done \\(synthetic\\)::records/000.json: .*%250A')
         self.assertTrue(all(line.count('|') in (0, 5, 11) for line in summary.splitlines() if not line.startswith('::')))
+        shutil.rmtree(self.here / 'records')
+        self.put(*(like('broken', label=label, text='a\n ::error::x\n::error::y') for label in ('::error::x', ' ::add-mask::e')))
+        for out in ('--html', '--junit', '--compare', ''):
+            args = [out, '::error::x', ' ::add-mask::e'] if out == '--compare' else [out, '-'] if out else []
+            done = self.report('records', *args)
+            self.assertEqual(done.returncode, 0)
+            self.assertIsNone(re.search(r'^\s*::', done.stdout, re.MULTILINE), out)
+
+    def test_labels_that_read_as_words_of_the_table(self) -> None:
+        self.put(like(label='all labels'), like(label='(no label)'), like())
+        told = self.report('records').stdout.split('p95\n')[1].splitlines()
+        self.assertEqual([re.split('  +', line)[:2] for line in told[:4]], [['"(no label)"', '1'], ['"all labels"', '1'], ['(no label)', '1'], ['all labels', '3']])
+
+    def test_lines_after_one_that_is_no_record(self) -> None:
+        good = stream_client.to_json(like(), one_line=True).decode()
+        for bad in ('{\n', '?\n', f'{" " * 70_000_000}{good}'):
+            done = self.report('-', '--json', input=bad + good * 2)
+            told = json.loads(done.stdout)
+            self.assertEqual(([r['source'] for r in told['origins']['synthetic']['runs']], len(told['skipped'])), (['standard input:2', 'standard input:3'], 1))
+
+    def test_a_record_behind_a_byte_order_mark(self) -> None:
+        for one_line in (False, True):
+            (self.here / 'r.json').write_bytes(b'\xef\xbb\xbf' + stream_client.to_json(like(), one_line=one_line))
+            self.assertEqual(self.report('r.json', '--json').stderr, '')
 
     def test_the_summary_goes_where_github_wants_it(self) -> None:
         self.put(like(synthetic=False), *(like('broken', synthetic=False) for _ in range(12)))
@@ -3415,9 +3490,10 @@ sys.exit(stream_report.main(['records', '--html', 'cut.html']))
 
     def test_progress(self) -> None:
         self.put(like(), like())
+        (self.here / 'records' / '001a.json').write_bytes(b'?')
         with unittest.mock.patch.object(stream_report, 'PROGRESS_S', 0), contextlib.redirect_stderr(io.StringIO()) as err:
             list(stream_report.report([str(self.here / 'records')]))
-        self.assertEqual(err.getvalue(), 'stream_report.py: 1 records read\nstream_report.py: 2 records read\n')
+        self.assertEqual(re.findall('[0-9]+ records read.*', err.getvalue()), ['1 records read', '2 records read', '2 records read, 1 skipped'])
 
     def test_the_schema(self) -> None:
         done = self.report('--schema')
@@ -3709,6 +3785,10 @@ class JudgeTest(Directory):
                 want = 'hang' if fault == 'no_deadline' else 'false failure' if fault == 'splits_on_u2028' else 'false success'
                 self.assertEqual({r.mode: r.verdict for r in results}, dict.fromkeys(WRONG_CLIENTS[fault], want), fault)
 
+    @staticmethod
+    def told(file: Path) -> str:
+        return file.read_text() if file.exists() else ''
+
     def test_the_command(self) -> None:
         modes = 'ok,broken,length'
         own = [sys.executable, CLIENT, '--url', '{url}', '--model', '{model}', '--output', '-', '--idle', '2', '--deadline', '5']
@@ -3719,19 +3799,34 @@ class JudgeTest(Directory):
         wrong = [sys.executable, '-c', 'import sys, time; time.sleep(30 if "length" in sys.argv[1] else 0); sys.exit(sys.argv[1] == "ok")', '{mode}']
         done = run('--judge', '--modes', modes, '--limit', '8', '--', *wrong, program=FIXTURE)
         self.assertEqual((done.returncode, done.stdout.splitlines()[-1]), (1, '3 modes: 0 agrees, 1 false success, 1 false failure, 1 hang'))
-        process = subprocess.Popen([sys.executable, FIXTURE, '--judge', '--modes', 'ok', '--', sys.executable, '-c',
-                                    f'import time, os; open({str(self.here / "pid")!r}, "w").write(str(os.getpid())); time.sleep(60)'],
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
-        self.wait_for(lambda: (self.here / 'pid').exists() and (self.here / 'pid').read_text())
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
-        self.assertEqual((process.returncode, err.splitlines()[-1]), (143, b'fixture_server.py: --judge: ended by SIGTERM'))
-        with self.assertRaises(ProcessLookupError):
-            os.kill(int((self.here / 'pid').read_text()), 0)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            pid = self.here / f'{number}'
+            process = subprocess.Popen([sys.executable, FIXTURE, '--judge', '--modes', 'ok', '--', sys.executable, '-c',
+                                        f'import time, os; open({str(pid)!r}, "w").write(str(os.getpid())); time.sleep(60)'],
+                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+            self.wait_for(functools.partial(self.told, pid))
+            process.send_signal(number)
+            _, err = process.communicate(timeout=30)
+            self.assertEqual((process.returncode, err.splitlines()[-1].decode()), (128 + number, f'fixture_server.py: --judge: ended by {number.name}'))
+            with self.assertRaises(ProcessLookupError):
+                os.kill(int(pid.read_text()), 0)
         for args in (['--judge', '--modes', '', '--', 'true'], ['--judge', '--key', 'x', '--', 'true'], ['--judge'], ['--judge', '--'], ['--judge', '--', 'no-such-command'], ['--judge', '--modes', 'x', '--', 'true'],
                      ['--judge', '--jobs', '0', '--', 'true'], ['--judge', '--limit', '99', '--', 'true']):
             done = run(*args, program=FIXTURE)
             self.assertEqual((done.returncode, done.stdout, done.stderr.count('\n')), (2, '', 1), args)
+
+    @unittest.skipUnless(os.path.exists('/dev/full'), 'needs /dev/full')
+    def test_where_nothing_can_be_written(self) -> None:
+        judge = '--judge --modes ok -- true'
+        for words, status in ((f'{judge} 2>/dev/full', 0), (f'{judge} 2>&-', 0), (f'{judge} >/dev/full', 2), (f'{judge} >&-', 0), ('--list-modes >/dev/full', 2),
+                              ('--port 0 >/dev/full', 2), ('--list-modes | head -n 1', 0)):
+            with self.subTest(words):
+                done = subprocess.run(['bash', '-o', 'pipefail', '-c', f'"{sys.executable}" "{FIXTURE}" {words}'], capture_output=True, text=True, env=environment(), timeout=60)
+                self.assertEqual((done.returncode, 'Traceback' in done.stderr), (status, False), done.stderr)
+                if status:
+                    self.assertEqual(done.stderr.splitlines()[-1], 'fixture_server.py: stdout cannot be written: No space left on device')
+                elif '2>' in words:
+                    self.assertEqual(done.stdout.splitlines()[-1], '1 modes: 1 agrees, 0 false success, 0 false failure, 0 hang')
 
 
 # --- long sweeps --------------------------------------------------------------------------------------------------------
