@@ -755,9 +755,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _differs(value: Any, other: Any) -> bool:
-    if isinstance(value, (dict, list)):  # as JSON, so that 1, 1.0 and true differ inside too
-        return json.dumps(value, sort_keys=True) != json.dumps(other, sort_keys=True)
-    return type(value) is not type(other) or value != other
+    if value != other or type(value) is not type(other):
+        return True
+    if not isinstance(value, (dict, list)) or repr(value) == repr(other):  # 1, 1.0 and true differ inside too
+        return False
+    return json.dumps(value, sort_keys=True) != json.dumps(other, sort_keys=True)
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -867,6 +869,10 @@ class ChatCompletion:
     def text(self) -> str:
         """The answer so far; a surrogate half left alone stands as U+FFFD."""
         return _SURROGATE.sub('\ufffd', self._answer.getvalue() + self._high)
+
+    def shed(self) -> None:
+        """Let the answer go, for its memory."""
+        self._answer = io.StringIO()
 
     def feed(self, raw: bytes) -> Iterator[str]:
         """Judge the events that ``raw`` (body bytes) completes; yields each new piece of text. Raises StreamFailure.
@@ -1138,7 +1144,7 @@ class ChatCompletion:
 
     def _head_members(self, chunk: dict[str, Any]) -> None:
         kind, model, print_ = chunk.get('object'), chunk.get('model'), chunk.get('system_fingerprint')
-        if kind != 'chat.completion.chunk' and kind is not None:
+        if kind not in ('chat.completion.chunk', None, ''):
             self._warn('object_differs')
         if model and model != self.model and isinstance(model, str):
             self.model = model
@@ -1380,7 +1386,7 @@ def _authority(argument: str, text: str, default_port: int | None) -> tuple[str,
             socket.inet_pton(socket.AF_INET6, parts[1])
         except OSError:
             raise Refused(argument, 'the IPv6 address is malformed') from None
-    elif not all(1 <= len(label) <= 63 for label in parts[2].split('.')):
+    elif not all(1 <= len(label) <= 63 for label in parts[2].removesuffix('.').split('.')):  # an absolute name ends in a dot
         raise Refused(argument, 'the host is malformed (each part of a name has 1 to 63 characters)')
     port = int(parts[3][1:] or '0') if parts[3] else default_port
     if port is None or not 1 <= port <= 65535:
@@ -2458,7 +2464,7 @@ class ChatStream:
 
     def _rules(self) -> dict[str, Any]:
         return {
-            'policy': {'accept_finish': list(dict.fromkeys(('stop', *self.policy.accept_finish))),
+            'policy': {'accept_finish': self.secret.mask_all(list(dict.fromkeys(('stop', *self.policy.accept_finish)))),
                        'tolerate': list(self.policy.tolerate), 'fail_on': list(self.policy.fail_on)},
             'limits': {name: self.options[name] for name in LIMITS}}  # type: ignore[literal-required]  # names from LIMITS
 
@@ -2514,14 +2520,25 @@ class ChatStream:
             if self.wire:
                 self._book_text(self.wire.read_at)
             self.marks.setdefault('end', self.clock.now())
-            self._record = build_record(self)
-            if self.capture:
-                if not self.capture.begun:  # no head came
-                    self.capture.line(self._capture_head())
-                self.capture.end(self._record)
-                if self.capture.incomplete:
-                    self.chat.warnings['capture_incomplete'] = 1
-                    self._record = build_record(self)
+            try:
+                self._record = build_record(self)
+                if self.capture:
+                    if not self.capture.begun:  # no head came
+                        self.capture.line(self._capture_head())
+                    self.capture.end(self._record)
+                    if self.capture.incomplete:
+                        self.chat.warnings['capture_incomplete'] = 1
+                        self._record = build_record(self)
+            except MemoryError:
+                self.shed()
+
+    def shed(self) -> dict[str, Any]:
+        """The record without the answer, where the memory does not hold both: ``internal``."""
+        self._record = None
+        self.chat.shed()
+        self.failure = StreamFailure('internal', 'MemoryError in the client: the answer is not in this record')
+        self._record = build_record(self)
+        return self._record
 
     def _exchange(self) -> Iterator[str]:
         wire = self._open()
@@ -2540,7 +2557,7 @@ class ChatStream:
         self.wire = wire = Wire(link, self.clock, self.secret)
         if self._context:
             self.clock.enter('tls', 'in the TLS handshake')
-            wire.secure(self._context, self.target.host)
+            wire.secure(self._context, self.target.host.removesuffix('.'))
         if wire.tls:
             self.marks['secured'] = self.clock.now()
             self._certificate(wire.tls)
@@ -2653,7 +2670,8 @@ class ChatStream:
         encodings = [v.strip(' \t').lower() for k, v in fields if k.lower() == 'content-encoding']
         if any(e not in ('', 'identity') for e in encodings):
             raise StreamFailure('encoded_body', f'Content-Encoding "{self.secret.quote(", ".join(encodings), 60)}"')
-        if types and all(t.split(';')[0].strip(' \t').lower() == 'text/event-stream' for t in types):
+        # A field that came twice may have been joined to one by a proxy (RFC 9110 section 5.3)
+        if types and all(_is_event_stream(t) or all(map(_is_event_stream, t.split(','))) for t in types):
             return
         named = f'Content-Type "{self.secret.quote(", ".join(types), 100)}"' if types else 'no Content-Type'
         excerpt, said = self._excerpt(wire, fields)
@@ -3002,6 +3020,10 @@ def _error_message(text: str) -> str:
 LOOKS_RIGHT = 'looks like an event stream all the same'
 
 
+def _is_event_stream(media_type: str) -> bool:
+    return media_type.partition(';')[0].strip(' \t').lower() == 'text/event-stream'
+
+
 def _looks_like(excerpt: str) -> str:
     start = re.sub(r'^(?: |\\x0[ad])+', '', excerpt)
     if not excerpt:
@@ -3031,7 +3053,7 @@ def build_record(run: ChatStream) -> dict[str, Any]:
     answered = None if chat.id is None else quote(chat.id, 200)
     response = {
         **run.response, 'id': answered, 'model': None if chat.model is None else quote(chat.model, 200),
-        'id_carries_run_id': run.run_id in str(chat.id) if answered is not None and run.run_id else None,
+        'id_carries_run_id': _carries(str(chat.id), run.run_id) if answered is not None and run.run_id else None,
         'server_error': chat.server_error,
         'system_fingerprint': None if chat.system_fingerprint is None else quote(chat.system_fingerprint, 200),
     }
@@ -3078,6 +3100,10 @@ def build_record(run: ChatStream) -> dict[str, Any]:
         shown['message'] = record['error']
     record['text'], record['event_gaps_ms'] = chat.text, run.gaps if run.timed else []
     return record
+
+
+def _carries(text: str, word: str) -> bool:
+    return re.search(f'(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])', text) is not None
 
 
 def _buffered(chat: ChatCompletion, content_reads: int, ms: Mapping[str, float]) -> bool | None:
@@ -3174,6 +3200,15 @@ def put(output: Any, text: str | bytes, patience: float = 0.5) -> bool:
     return not _written(output, text.encode('utf-8', 'backslashreplace') if isinstance(text, str) else text, patience)
 
 
+def put_record(record: Mapping[str, Any]) -> bool:
+    """Write a record to stdout as one line, for as long as its reader takes some of it every 5 seconds; whether all was taken."""
+    data, before = to_json(record, one_line=True), -1
+    while data and len(data) != before:
+        before = len(data)
+        data = _written(sys.stdout, data, 5.0)
+    return not data
+
+
 def _written(output: Any, data: bytes, patience: float) -> bytes:
     """Write what the stream takes within ``patience`` seconds; returns what is left."""
     try:
@@ -3184,15 +3219,15 @@ def _written(output: Any, data: bytes, patience: float) -> bytes:
         except (AttributeError, OSError, ValueError):
             return data
         return b''
-    until = time.monotonic() + patience
+    left, until = memoryview(data), time.monotonic() + patience
     try:
         poller = select.poll()
         poller.register(fd, select.POLLOUT)
-        while data and poller.poll(max(0.0, until - time.monotonic()) * 1000):
-            data = data[os.write(fd, data[:512]) :]  # a pipe that polls writable takes at least PIPE_BUF bytes
+        while left and poller.poll(max(0.0, until - time.monotonic()) * 1000):
+            left = left[os.write(fd, left[:512]) :]  # a pipe that polls writable takes at least PIPE_BUF bytes
     except OSError:
         pass
-    return data
+    return bytes(left)
 
 
 class View:
@@ -3483,6 +3518,10 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
     if args.output is None:
         args.output = f'stream-{time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())}-{os.urandom(4).hex()}.json'
     try:
+        if args.capture == '-':
+            raise Refused('capture', 'names a file, and - is none')
+        if args.capture is not None and args.output != '-' and os.path.realpath(args.capture) == os.path.realpath(args.output):
+            raise Refused('capture', 'and --output name one file')
         if args.capture is not None:
             run.capture = Capture(os.fsdecode(args.capture.encode()), run.secret, 4 * run.options['max_stream_bytes'] + 1_048_576)
         evidence = Evidence(os.fsdecode(args.output.encode()), to_json(run.record)) if args.output != '-' else None
@@ -3522,10 +3561,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if evidence:
             evidence.drop()
         return _refuse(exc, '\n' if view.open else '')
+    except MemoryError:  # in showing the text
+        number = 0
+        run.shed()
     if fixture is not None:
         fixture.shutdown()
         fixture.server_close()
-    return _report(run.record, evidence, args.output, view, 128 + number if number else 0 if run.record['ok'] else 1)
+    try:
+        return _report(run.record, evidence, args.output, view, 128 + number if number else 0 if run.record['ok'] else 1)
+    except MemoryError:
+        return _report(run.shed(), evidence, args.output, view, 128 + number if number else 1)
 
 
 def _report(record: dict[str, Any], evidence: Evidence | None, output: str, view: View, status: int) -> int:
@@ -3536,11 +3581,13 @@ def _report(record: dict[str, Any], evidence: Evidence | None, output: str, view
             put(sys.stdout, summary(record, output))
             return status
         view.verdict(record, 'stdout')
-        return status if put(sys.stdout, to_json(record, one_line=True), 5.0) else 3
+        if put_record(record):
+            return status
+        put(sys.stderr, 'stream_client.py: the record could not be written to stdout\n')
     except OSError as exc:
         put(sys.stderr, f'stream_client.py: the record could not be written to {escaped(output)}: {exc.strerror}\n')
-        put(sys.stdout, to_json(record, one_line=True), 5.0)
-        return 3
+        put_record(record)
+    return 3
 
 
 def entry() -> NoReturn:
@@ -3549,6 +3596,8 @@ def entry() -> NoReturn:
 
     gc.freeze()
     gc.enable()
+    if hasattr(sys, 'set_int_max_str_digits'):
+        sys.set_int_max_str_digits(MAX_INT_DIGITS)  # whatever the environment says: a verdict does not depend on it
     status = main()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

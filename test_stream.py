@@ -622,6 +622,7 @@ class ChatTest(unittest.TestCase):
         ('a second stop with text', [TEXT, STOP, chunk('x', 'stop'), DONE], 'text_after_finish', 'Hi', 'stop', False, []),
         ('another model', [{**TEXT, 'model': 'b'}, STOP, DONE], 'passed', 'Hi', 'stop', True, ['model_differs']),
         ('another object type', [{**TEXT, 'object': 'text_completion'}, STOP, DONE], 'passed', 'Hi', 'stop', True, ['object_differs']),
+        ('an empty object type', [{**TEXT, 'object': ''}, STOP, DONE], 'passed', 'Hi', 'stop', True, []),
         ('neither choices nor usage', [{}, TEXT, STOP, DONE], 'passed', 'Hi', 'stop', True, ['empty_chunk']),
         ('"" is no finish', [chunk('Hi', ''), STOP, DONE], 'passed', 'Hi', 'stop', True, ['finish_empty']),
         ('"null" is no finish', [chunk('Hi', 'null'), DONE], 'no_finish', 'Hi', None, True, ['finish_empty']),
@@ -1005,7 +1006,7 @@ BAD_URLS = [
     'http://[::ffff:10.0.0.1]/', 'http://[::1%25lo]/', 'http://[::1/', 'http://::1/', 'https://u:SECRET@h/', 'https://SECRET@h/', 'https://@h/',
     'https://h/?k=SECRET', 'https://h/?', 'https://h/#SECRET', 'https://h/#', 'https://h:0/', 'https://h:65536/', 'https://h:SECRET/', 'https://h:/',
     'https://h:-1/', 'https://h\\x/', 'https://h/a b', 'https://h/\u00e9', 'https://h/\n', 'https://h/\x7f', 'https://bücher.example/', ' https://h/',
-    'https://a..b/', 'https://.h/', 'https://' + 'l' * 64 + '/', 'http://127.0.0.1\t/', 'https://h:80:80/', 'https://[12345::]/', 'https://' + 'h' * 254 + '/', 'https://h/' + 'x' * 5000,
+    'https://a..b/', 'https://.h/', 'https://h../', 'https://./', 'http://localhost./', 'https://' + 'l' * 64 + '/', 'http://127.0.0.1\t/', 'https://h:80:80/', 'https://[12345::]/', 'https://' + 'h' * 254 + '/', 'https://h/' + 'x' * 5000,
 ]
 
 
@@ -1017,6 +1018,7 @@ class PolicyTest(unittest.TestCase):
             ('http://127.0.0.1:8000/v1/chat/completions', ('127.0.0.1', 8000, '/v1/chat/completions')),
             ('HTTP://LOCALHOST/x', ('LOCALHOST', 80, '/x')), ('http://[::1]:81/x', ('::1', 81, '/x')), ('http://127.9.9.9', ('127.9.9.9', 80, '/')),
             ('https://gpu_host-1.example:8443/v1;p=1', ('gpu_host-1.example', 8443, '/v1;p=1')), ('https://[2001:db8::1]/', ('2001:db8::1', 443, '/')),
+            ('https://gpu.svc.cluster.local./v1', ('gpu.svc.cluster.local.', 443, '/v1')),
         ]:
             target = parse_url(url)
             self.assertEqual((target.host, target.port, target.path), want)
@@ -1498,16 +1500,17 @@ class FailureCodeTest(unittest.TestCase):
                     self.assertEqual(got, (code, boundary, statuses.get(code, 1)), done.stdout)
 
     def test_good_tls_through_connect_to(self) -> None:
-        with fixture(certificate=self.path('good')) as url:
-            port = url.split(':')[2].split('/')[0]
-            done = run('--url', f'https://localhost:4/{url.split("/", 3)[3]}', '--connect-to', f'127.0.0.1:{port}', '--ca-file', self.path('ca'),
-                       '--model', 'm', '--output', '-', env={'SSLKEYLOGFILE': self.path('keys')})
-        record = json.loads(done.stdout)
-        self.assertTrue(record['ok'], record['error'])
-        self.assertEqual((record['request']['path_taken'], record['response']['peer']), ('connect-to', f'127.0.0.1:{port}'))
-        self.assertEqual((record['response']['tls_version'][:5], record['response']['certificate_expires']), ('TLSv1', '2126-01-01T00:00:00Z'))
-        self.assertEqual(len(record['response']['certificate_sha256']), 64)
-        self.assertFalse(os.path.exists(self.path('keys')))
+        for name in ('localhost', 'localhost.'):  # an absolute name is certified without its dot
+            with fixture(certificate=self.path('good')) as url:
+                port = url.split(':')[2].split('/')[0]
+                done = run('--url', f'https://{name}:4/{url.split("/", 3)[3]}', '--connect-to', f'127.0.0.1:{port}', '--ca-file', self.path('ca'),
+                           '--model', 'm', '--output', '-', env={'SSLKEYLOGFILE': self.path('keys')})
+            record = json.loads(done.stdout)
+            self.assertTrue(record['ok'], record['error'])
+            self.assertEqual((record['request']['path_taken'], record['response']['peer']), ('connect-to', f'127.0.0.1:{port}'))
+            self.assertEqual((record['response']['tls_version'][:5], record['response']['certificate_expires']), ('TLSv1', '2126-01-01T00:00:00Z'))
+            self.assertEqual(len(record['response']['certificate_sha256']), 64)
+            self.assertFalse(os.path.exists(self.path('keys')))
 
     def test_tls_cut_short_is_no_clean_end(self) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -2229,8 +2232,55 @@ stream_client.ChatStream._drain = ended
                                              preexec_fn=functools.partial(close_fds, out is None, err is None))
                         self.assertEqual(process.wait(20), 0)
                     self.assertTrue(self.read(f'{at}.json')['ok'])
-            waiting.communicate(timeout=20)
-            self.assertEqual(waiting.returncode, 3)
+            _, said = waiting.communicate(timeout=20)
+            self.assertEqual((waiting.returncode, said.splitlines()[-1]), (3, b'stream_client.py: the record could not be written to stdout'))
+
+    def test_a_slow_reader_of_stdout_has_the_whole_record(self) -> None:
+        code = 'import functools; written = stream_client._written\nstream_client._written = lambda output, data, _: written(output, data, 0.7)'
+        with subprocess.Popen([sys.executable, '-c', f'import sys; sys.path.insert(0, {str(ROOT)!r}); import stream_client\n{code}\nsys.exit(stream_client.main())',
+                               '--fixture', 'events-of-20000', '--output', '-'], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()) as process:
+            assert process.stdout
+            read = b''
+            while piece := os.read(process.stdout.fileno(), 10_000):
+                read += piece
+                time.sleep(0.1)
+        self.assertEqual((process.returncode, json.loads(read)['content_events']), (0, 20_002))
+
+    def test_a_record_that_the_memory_does_not_hold(self) -> None:
+        for code in ('once = stream_client.build_record\ndef short(run):\n if run.chat.text: raise MemoryError\n return once(run)\nstream_client.build_record = short',
+                     'once = stream_client.to_json\ndef short(record, **more):\n if record["ok"]: raise MemoryError\n return once(record, **more)\nstream_client.to_json = short',
+                     'def short(*_): raise MemoryError\nstream_client.View.text = short'):
+            for output in ('-', 'run.json'):
+                done = patched(code, '--fixture', 'ok', '--output', output, cwd=self.here)
+                record = json.loads(done.stdout) if output == '-' else self.read(output)
+                self.assertEqual((done.returncode, record['outcome'], record['ok'], record['text']), (1, 'internal', False, ''), code)
+                self.assertNotIn('Traceback', done.stderr)
+            (self.here / 'run.json').unlink()
+
+    def test_the_key_given_as_a_finish_reason(self) -> None:
+        done = run('--fixture', 'ok', '--accept-finish', KEY, '--output', '-', env={'MODEL_API_KEY': KEY})
+        self.assertEqual(json.loads(done.stdout)['request']['policy']['accept_finish'], ['stop', '[key]'])
+
+    def test_a_verdict_does_not_depend_on_the_limit_of_digits_in_the_environment(self) -> None:
+        with Raw(sending(HEAD + data({**TEXT, 'created': int('9' * 4000)}, STOP, DONE))) as server:
+            done = run('--url', server.url, '--model', 'm', '--output', '-', env={'PYTHONINTMAXSTRDIGITS': '640'})
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_a_content_type_that_came_twice(self) -> None:
+        for types, outcome in (('text/event-stream, text/event-stream; charset=utf-8', 'passed'), ('text/event-stream; x="a,b"', 'passed'),
+                               ('text/event-stream, text/html', 'not_event_stream'), ('text/event-stream,', 'not_event_stream')):
+            with Raw(sending(HEAD.replace(b'text/event-stream', types.encode()) + data(TEXT, STOP, DONE))) as server:
+                self.assertEqual(stream(server.url, 'm', 'p')['outcome'], outcome, types)
+
+    def test_whether_the_id_of_the_stream_carries_the_one_of_the_run(self) -> None:
+        for given, carries in (('chatcmpl-run.1', True), ('run.1', True), ('chatcmpl-run.1-0', True), ('chatcmpl-run.17', False), ('chatcmpl-xrun.1', False)):
+            with Raw(sending(HEAD + data({**TEXT, 'id': given}, STOP, DONE))) as server:
+                self.assertEqual(stream(server.url, 'm', 'p', run_id='run.1')['response']['id_carries_run_id'], carries, given)
+
+    def test_a_capture_needs_a_name_of_its_own(self) -> None:
+        for name, said in (('-', 'names a file, and - is none'), ('./run.json', 'and --output name one file')):
+            done = run('--fixture', 'ok', '--output', 'run.json', '--capture', name, cwd=self.here)
+            self.assertEqual((done.returncode, done.stderr, self.names()), (2, f'stream_client.py: --capture: {said}\n', []))
 
     def test_a_view_that_nobody_reads_costs_no_time(self) -> None:
         reader, writer = os.pipe()
