@@ -3520,7 +3520,7 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
     try:
         if args.capture == '-':
             raise Refused('capture', 'names a file, and - is none')
-        if args.capture is not None and args.output != '-' and os.path.realpath(args.capture) == os.path.realpath(args.output):
+        if args.capture is not None and args.output != '-' and os.path.abspath(args.capture) == os.path.abspath(args.output):
             raise Refused('capture', 'and --output name one file')
         if args.capture is not None:
             run.capture = Capture(os.fsdecode(args.capture.encode()), run.secret, 4 * run.options['max_stream_bytes'] + 1_048_576)

@@ -530,7 +530,8 @@ def json_report(runs: Sequence[Run], skipped: Sequence[str]) -> dict[str, Any]:
 COMPARED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     'origin': origin, 'messages': lambda r: r['request']['messages_sha256'], 'model': lambda r: r['model'],
     'sampling': lambda r: r['request']['sampling'], 'limits': lambda r: r['request']['limits'],
-    'clocks': lambda r: r['request']['clocks_s'], 'policy': lambda r: r['request']['policy'],
+    'clocks': lambda r: r['request']['clocks_s'],
+    'policy': lambda r: {name: sorted(said) if name in _POLICY['properties'] else said for name, said in r['request']['policy'].items()},
 }
 
 

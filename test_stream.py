@@ -3372,14 +3372,20 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
                 done = self.report('records', '--compare', 'a', 'b')
                 self.assertEqual((done.returncode, done.stdout), (2, ''))
                 self.assertRegex(done.stderr, f'^stream_report\\.py: --compare: {name} differ(, in [a-z_]+)?: .* in records/000.json, .* in records/002.json\n$')
-        for name, members in (('sampling', {'seed': None}), ('limits', {'more': None})):  # null and absent are two things
+        for name, members in (('sampling', {'seed': None}), ('limits', {'more': None}), ('policy', {'more': None})):  # null and absent are two things
             odd = like(label='b', synthetic=False)
             odd['request'][name] |= members
             shutil.rmtree(self.here / 'records')
             self.put(like(label='a', synthetic=False), other, odd)
             self.refused(f'--compare: {name} differ, in {next(iter(members))}: absent in records/000.json, null in records/002.json', 'records', '--compare', 'a', 'b')
+        shutil.rmtree(self.here / 'records')
+        for label, reasons in (('a', ['stop', 'length', 'eos']), ('b', ['stop', 'eos', 'length'])):
+            record = like(label=label)
+            record['request']['policy']['accept_finish'] = reasons
+            self.put(record)
+        self.assertEqual(self.report('records', '--compare', 'a', 'b').returncode, 0)
         self.put(like(label='off', request={}))
-        self.refused('--compare: records/003.json was judged offline, so what was asked is not known', 'records', '--compare', 'a', 'off')
+        self.refused('--compare: records/002.json was judged offline, so what was asked is not known', 'records', '--compare', 'a', 'off')
         self.refused('--compare: no record has the label c; there are: a, b, off', 'records', '--compare', 'a', 'c')
         self.refused('--compare: needs two labels', 'records', '--compare', 'a', 'a')
 
