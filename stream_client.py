@@ -255,13 +255,27 @@ def escaped(text: str) -> str:
     return _UNSAFE.sub(lambda m: f'\\x{ord(m[0]):02x}' if m[0] < '\x80' else f'\\u{ord(m[0]):04x}', text)
 
 
+_NAMED = {'&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;', "'": '&apos;'}  # references of HTML
+
+
 @functools.cache
-def _form(char: str) -> re.Pattern[str]:
-    """One character of the key in every form it may be echoed in. Repeats are bounded, so that a search takes linear time."""
+def _forms(char: str) -> tuple[re.Pattern[str], ...]:
+    r"""One character of the key in every form it may be echoed in; a text may go on in several of them (``%25``, ``\u0075``).
+
+    Repeats are bounded, so that a search takes linear time.
+    """
     code = ''.join(f'[{d}{d.upper()}]' for d in f'{ord(char):02x}')
-    named = {'&': '&amp;|', '<': '&lt;|', '>': '&gt;|', '"': '&quot;|', "'": '&apos;|'}.get(char, '')
-    plain = rf'\\{{0,8}}{re.escape(char)}' if char != '\\' else r'\\{1,16}'
-    return re.compile(rf'{named}&#[xX]0{{0,6}}{code};|&#0{{0,6}}{ord(char)};|\\{{1,8}}u00{code}|%{code}|{plain}')
+    named = f'{_NAMED[char]}|' if char in _NAMED else ''
+    marked = f'{named}%{code}|&#[xX]0{{0,6}}{code};|&#0{{0,6}}{ord(char)};'
+    unit = rf'\\{{1,8}}u00{code}'
+    if char not in '\\%&u':
+        return (re.compile(rf'\\{{0,8}}(?:{re.escape(char)}|{marked})|{unit}'),)
+    plain = [rf'\\{{{n}}}' for n in range(1, 17)] if char == '\\' else [rf'\\{{0,8}}{char}']
+    return tuple(re.compile(form) for form in (rf'\\{{0,8}}(?:{marked})|{unit}', *plain))
+
+
+def _any(char: str) -> str:
+    return f'(?:{"|".join(form.pattern for form in _forms(char))})'
 
 
 def _starred(text: str, form: str) -> str:
@@ -271,13 +285,16 @@ def _starred(text: str, form: str) -> str:
     (``\/``), it goes too.
     """
     def hide(found: re.Match[str]) -> str:
-        before = len(found[1]) % 2
+        start = run = found.end(1)
+        while run and text[run - 1] == '\\':
+            run -= 1
+        before = (start - run) % 2
         kept = {'u': 5, **dict.fromkeys('ntrbf', 1)}.get(form[0], 0) if before else 0
         gone = before if not kept else 0
         star = '1' if form.isdigit() else '*'
         return found[1][: len(found[1]) - gone] + form[:kept] + star * (gone + len(form) - kept)
 
-    return re.sub(rf'(\\*){re.escape(form)}', hide, text)
+    return re.sub(rf'(\\?){re.escape(form)}', hide, text)
 
 
 class Secret:
@@ -288,27 +305,48 @@ class Secret:
     """
 
     _FOLD = re.compile(r'\r?\n[ \t]*')
-    _CUT = r'\\{1,8}(?:u[0-9A-Fa-f]{0,3})?|%[0-9A-Fa-f]?|&[#A-Za-z0-9]{0,10}'  # a form that is cut itself
-    _CUT_FIRST, _HALF = re.compile(rf'(?:{_CUT})\Z'), re.compile(rf'{_CUT}|\r?\n?[ \t]*')
+    _CUT = r'\\{1,16}(?:u[0-9A-Fa-f]{0,3}|%[0-9A-Fa-f]?|&[#A-Za-z0-9]{0,10})?|%[0-9A-Fa-f]?|&[#A-Za-z0-9]{0,10}'  # a form that is cut
+    _CUT_AT_END, _HALF = re.compile(rf'(?:{_CUT})\Z'), re.compile(rf'{_CUT}|\r?\n?[ \t]*')
 
     def __init__(self, key: str | None) -> None:
         self.key = key or ''
         self._hidden = self.key if len(self.key) >= 8 else ''
         once = json.dumps(self._hidden)[1:-1]
         web = ''.join(c if c.isalnum() or c in '-._~' else f'%{ord(c):02X}' for c in self._hidden)
-        exact = (self._hidden, once, once.replace('/', '\\/'), json.dumps(once)[1:-1], web)
+        exact = (self._hidden, once, once.replace('/', '\\/'), json.dumps(once)[1:-1], web, ''.join(_NAMED.get(c, c) for c in self._hidden))
         self._exact = sorted(set(exact), key=len, reverse=True) if self._hidden else []
-        self._may_start = re.compile(f'(?={_form(self._hidden[0]).pattern})') if self._hidden else None
+        self._each = [_forms(c) for c in self._hidden]
+        self._may_start = re.compile(f'(?={_any(self._hidden[0])})') if self._hidden else None
 
-    def _follow(self, text: str, at: int) -> tuple[int, int]:
-        """How many characters of the key stand in ``text`` from ``at`` on, and where they end."""
-        for count, char in enumerate(self._hidden):
-            fold = self._FOLD.match(text, at) if count else None
-            found = _form(char).match(text, fold.end() if fold else at)
-            if not found:
-                return count, at
-            at = found.end()
-        return len(self._hidden), at
+    def _after(self, text: str, ends: Iterable[int], at: int) -> tuple[int, ...]:
+        """Where the character ``at`` of the key can end in ``text``, if those before it end at one of ``ends``."""
+        found = []
+        for end in ends:
+            if at and text[end : end + 1] in ('\r', '\n'):
+                fold = self._FOLD.match(text, end)
+                end = fold.end() if fold else end  # noqa: PLW2901
+            found += [match.end() for form in self._each[at] if (match := form.match(text, end))]
+        return tuple(found) if len(found) < 2 else tuple(set(found))
+
+    def _whole(self, text: str, start: int) -> int | None:
+        """Where the key ends that stands in ``text`` from ``start`` on; None if it does not."""
+        ends: tuple[int, ...] = (start,)
+        for at in range(len(self._hidden)):
+            ends = self._after(text, ends, at)
+            if not ends:
+                return None
+        return max(ends)
+
+    def _goes_on(self, text: str, start: int, least: int) -> bool:
+        """Whether ``text`` ends within a key that stands there from ``start`` on, after ``least`` characters of it or more."""
+        ends: tuple[int, ...] = (start,)
+        for at in range(len(self._hidden)):
+            if at >= least and any(self._HALF.fullmatch(text, end) for end in ends if len(text) - end < 32 or text[end] in '\r\n'):
+                return True
+            ends = self._after(text, ends, at)
+            if not ends:
+                return False
+        return False
 
     def stands_in(self, text: str) -> bool:
         """Whether a text holds the key as it is."""
@@ -324,32 +362,33 @@ class Secret:
         if not re.search(r'[\\%&]|\n[ \t]', text):  # no escape, so there is no other form
             return text
         kept, at = [], 0
-        for first in re.finditer(f'(?:{_form(self._hidden[0]).pattern})(?=\r?\n|{_form(self._hidden[1]).pattern})', text):
-            if first.start() >= at:
-                count, end = self._follow(text, first.start())
-                if count == len(self._hidden):
-                    kept += [text[at : first.start()], '*' * (end - first.start()) if stars else '[key]']
-                    at = end
+        for first in re.finditer(rf'{_any(self._hidden[0])}(?=\r?\n|{_any(self._hidden[1])})', text):
+            end = self._whole(text, first.start()) if first.start() >= at else None
+            if end:
+                kept += [text[at : first.start()], '*' * (end - first.start()) if stars else '[key]']
+                at = end
         return ''.join(kept) + text[at:]
 
     def begins_at(self, text: str, least: int) -> int:
-        """Where a start of the key, of ``least`` characters or more, stands at the end of ``text``; its length if none does.
-
-        With 0, that is also what may become a form of its first character.
-        """
-        first = self._CUT_FIRST.search(text, max(0, len(text) - 12)) if self._hidden and not least else None
+        """Where a start of the key, of ``least`` characters or more, stands at the end of ``text``; its length if none does."""
         for may in self._may_start.finditer(text, max(0, len(text) - 24 * len(self._hidden))) if self._may_start else ():
-            count, end = self._follow(text, may.start())
-            if count >= least and (end == len(text) or self._HALF.fullmatch(text, end)):
-                return min(may.start(), first.start()) if first else may.start()
-        return first.start() if first else len(text)
+            if self._goes_on(text, may.start(), least):
+                return may.start()
+        return len(text)
 
-    def mask_cut(self, text: str) -> str:
+    def form_cut(self, text: str) -> int:
+        """Where an escape that is cut stands at the end of ``text``; its length if none does, or there is no key."""
+        cut = self._CUT_AT_END.search(text, max(0, len(text) - 28)) if self._hidden else None
+        return cut.start() if cut else len(text)
+
+    def mask_cut(self, text: str, stars: bool = False) -> str:
         """The same for a text that may be cut somewhere: 6 characters of the key or more at its end are masked too."""
-        text = self.mask(text)
+        text = self.mask(text, stars)
         body = text.rstrip('\ufffd')  # what a cut inside a character leaves
         start = self.begins_at(body, 6)
-        return body[:start] + '[key]' if start < len(body) else text
+        if start == len(body):
+            return text
+        return body[:start] + ('*' * (len(body) - start) if stars else '[key]')
 
     def mask_all(self, value: Any) -> Any:
         """A JSON value with every string in it masked."""
@@ -771,7 +810,7 @@ def _bounded_int(digits: str) -> int:
         try:
             return int(digits)
         except ValueError:  # a lower limit was set in this process
-            pass
+            raise StreamFailure('json_limits', f'an integer of {len(digits)} digits, more than this Python was told to take') from None
     raise StreamFailure('json_limits', f'an integer of more than {MAX_INT_DIGITS} digits')
 
 
@@ -2124,8 +2163,13 @@ class Capture:
     def read(self, ms: float, data: bytes, last: bool = False) -> None:
         """Write what one read brought, ``ms`` milliseconds after the head."""
         self._held.append((ms, len(data)))
-        self._text = self.secret.mask(self._text + data.decode('latin-1'), stars=True)
-        known = len(self._text) if last else self.secret.begins_at(self._text, 0)
+        text = self._text + data.decode('latin-1')
+        if last:
+            self._text, known = self.secret.mask_cut(text, stars=True), len(text)
+        else:
+            cut = self.secret.form_cut(text)  # which may be of the key's last character, or of its first
+            self._text = self.secret.mask(text[:cut], stars=True) + text[cut:]
+            known = min(cut, self.secret.begins_at(self._text, 1))
         while self._held and self._held[0][1] <= known:
             ms, length = self._held.pop(0)
             self._put(ms, self._text[:length].encode('latin-1'))
@@ -2520,17 +2564,21 @@ class ChatStream:
             if self.wire:
                 self._book_text(self.wire.read_at)
             self.marks.setdefault('end', self.clock.now())
-            try:
-                self._record = build_record(self)
-                if self.capture:
-                    if not self.capture.begun:  # no head came
-                        self.capture.line(self._capture_head())
-                    self.capture.end(self._record)
-                    if self.capture.incomplete:
-                        self.chat.warnings['capture_incomplete'] = 1
-                        self._record = build_record(self)
-            except MemoryError:
-                self.shed()
+            record = self._built()
+            if self.capture:
+                if not self.capture.begun:  # no head came
+                    self.capture.line(self._capture_head())
+                self.capture.end(record)
+                if self.capture.incomplete:
+                    self.chat.warnings['capture_incomplete'] = 1
+                    self._built()
+
+    def _built(self) -> dict[str, Any]:
+        try:
+            self._record = build_record(self)
+        except MemoryError:
+            return self.shed()
+        return self._record
 
     def shed(self) -> dict[str, Any]:
         """The record without the answer, where the memory does not hold both: ``internal``."""
@@ -2670,8 +2718,7 @@ class ChatStream:
         encodings = [v.strip(' \t').lower() for k, v in fields if k.lower() == 'content-encoding']
         if any(e not in ('', 'identity') for e in encodings):
             raise StreamFailure('encoded_body', f'Content-Encoding "{self.secret.quote(", ".join(encodings), 60)}"')
-        # A field that came twice may have been joined to one by a proxy (RFC 9110 section 5.3)
-        if types and all(_is_event_stream(t) or all(map(_is_event_stream, t.split(','))) for t in types):
+        if types and all(map(_is_event_stream, types)):
             return
         named = f'Content-Type "{self.secret.quote(", ".join(types), 100)}"' if types else 'no Content-Type'
         excerpt, said = self._excerpt(wire, fields)
@@ -2970,7 +3017,7 @@ class Recording(ChatStream):
         self._passed(self.marks['head'] + ms)
         data = line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True)
         if line.get('excerpt') is True:
-            self._said = (self._said + data)[: MAX_ERROR_BODY_BYTES]
+            self._said = (self._said + data)[: 8 * MAX_ERROR_BODY_BYTES]  # with a key the run read more than it shows
             return None
         return self.marks['end'], data
 
@@ -3020,8 +3067,10 @@ def _error_message(text: str) -> str:
 LOOKS_RIGHT = 'looks like an event stream all the same'
 
 
-def _is_event_stream(media_type: str) -> bool:
-    return media_type.partition(';')[0].strip(' \t').lower() == 'text/event-stream'
+def _is_event_stream(content_type: str) -> bool:
+    unquoted = ''.join(content_type.split('"')[::2])
+    # A field that came twice may have been joined to one on the way (RFC 9110 section 5.3)
+    return all(media_type.partition(';')[0].strip(' \t').lower() == 'text/event-stream' for media_type in unquoted.split(','))
 
 
 def _looks_like(excerpt: str) -> str:

@@ -15,6 +15,7 @@ import codecs
 import functools
 import hashlib
 import html
+import io
 import itertools
 import json
 import math
@@ -262,13 +263,22 @@ class Reader:
                 return
             self.files.add(_identity(there))
         lines = _lines(file)
-        first, second = next(lines, b'').removeprefix(codecs.BOM_UTF8), next(lines, b'')
-        if first.startswith(b'{"capture":'):
-            self.skipped.append(f'{name}: is no record but a capture, which stream_client.py --input judges')
-        elif (first.rstrip() == b'{' and not second.startswith(b'{')) or first.rstrip() == b'[' or not second:
-            self._take(name, first + second + file.read(MAX_RECORD_BYTES))
+        first = next(lines, b'')
+        captured = first.startswith(b'{"capture":')
+        if captured or first.rstrip() in (b'{', b'['):
+            rest = file.read(MAX_RECORD_BYTES)
+            if re.search(rb'^(?:\xef\xbb\xbf)?{.*"schema_version":', rest, re.MULTILINE):  # records, one a line, behind what is none
+                self._take_lines(name, itertools.chain(_lines(io.BytesIO(first + rest)), lines))
+            elif captured:
+                self.skipped.append(f'{name}: is no record but a capture, which stream_client.py --input judges')
+            else:
+                self._take(name, first + rest)
         else:
-            self._take_lines(name, itertools.chain((first, second), lines))
+            second = next(lines, b'')
+            if second:
+                self._take_lines(name, itertools.chain((first, second), lines))
+            else:
+                self._take(name, first)
 
     def _take_lines(self, name: str, lines: Iterable[bytes]) -> None:
         for number, line in enumerate(lines, 1):
@@ -312,7 +322,7 @@ def _not_read(record: Any) -> str | None:
 
 def _lines(file: Any) -> Iterator[bytes]:
     while line := file.readline(MAX_RECORD_BYTES + 1):
-        yield line
+        yield line.removeprefix(codecs.BOM_UTF8)
         while len(line) > MAX_RECORD_BYTES and not line.endswith(b'\n'):  # the rest of it is no line
             line = file.readline(MAX_RECORD_BYTES + 1)
 
@@ -469,7 +479,7 @@ def share(found: Mapping[str, Any]) -> str:
 
 def named(label: str | None) -> str:
     """A label as shown, in quotes where it reads as one of our own words."""
-    return '(no label)' if label is None else f'"{label}"' if label in ('(no label)', 'all labels') else shown(label)
+    return '(no label)' if label is None else f'"{label}"' if label.strip('"') in ('(no label)', 'all labels') else shown(label)
 
 
 def verdict(record: Mapping[str, Any]) -> str:
@@ -536,7 +546,7 @@ COMPARED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)  # 1 and true are two things
+    return json.dumps(value, sort_keys=True)  # 1, "1" and true are three things
 
 
 def _comparable(labels: Sequence[str], runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
@@ -554,12 +564,12 @@ def _comparable(labels: Sequence[str], runs: Sequence[Run]) -> tuple[list[Run], 
         other = next((run for side in sides for run in side if _text(of(run.record)) != _text(asked)), None)
         if other:
             values = [asked, of(other.record)]
-            member = ''
+            member, texts = '', [_text(value) for value in values]
             if isinstance(asked, dict):
                 one, two = ({k: _text(v) for k, v in value.items()} for value in values)
                 member = next(k for k in {**one, **two} if one.get(k) != two.get(k))
-                values = [value.get(member, 'absent') for value in values]
-            told = [shown(fitted(_text(value), 120)) for value in values]
+                texts = [one.get(member, 'absent'), two.get(member, 'absent')]
+            told = [shown(fitted(text, 120)) for text in texts]
             where = shown(f', in {member}') if member else ''
             raise Refused(f'--compare: {name} differ{where}: {told[0]} in {shown(first.source)}, {told[1]} in {shown(other.source)}')
     return sides[0], sides[1]

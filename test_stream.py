@@ -9,6 +9,7 @@ renews the tables in README.md that are generated from the code.
 from __future__ import annotations
 
 import asyncio
+import base64
 import concurrent.futures
 import contextlib
 import functools
@@ -37,6 +38,7 @@ import threading
 import time
 import unittest
 import unittest.mock
+import urllib.parse
 import warnings
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -2256,6 +2258,9 @@ stream_client.ChatStream._drain = ended
                 self.assertEqual((done.returncode, record['outcome'], record['ok'], record['text']), (1, 'internal', False, ''), code)
                 self.assertNotIn('Traceback', done.stderr)
             (self.here / 'run.json').unlink()
+        done = patched('once = stream_client.build_record\ndef short(run):\n if run.chat.text: raise MemoryError\n return once(run)\nstream_client.build_record = short',
+                       '--fixture', 'ok', '--output', '-', '--capture', 'c', cwd=self.here)
+        self.assertEqual((done.returncode, json.loads((self.here / 'c').read_text().splitlines()[-1])['outcome']), (1, 'internal'))
 
     def test_the_key_given_as_a_finish_reason(self) -> None:
         done = run('--fixture', 'ok', '--accept-finish', KEY, '--output', '-', env={'MODEL_API_KEY': KEY})
@@ -2268,7 +2273,8 @@ stream_client.ChatStream._drain = ended
 
     def test_a_content_type_that_came_twice(self) -> None:
         for types, outcome in (('text/event-stream, text/event-stream; charset=utf-8', 'passed'), ('text/event-stream; x="a,b"', 'passed'),
-                               ('text/event-stream, text/html', 'not_event_stream'), ('text/event-stream,', 'not_event_stream')):
+                               ('text/event-stream, text/html', 'not_event_stream'), ('text/event-stream,', 'not_event_stream'),
+                               ('text/event-stream; charset=utf-8, application/json', 'not_event_stream'), ('text/event-stream,text/event-stream; a="x,y"', 'passed')):
             with Raw(sending(HEAD.replace(b'text/event-stream', types.encode()) + data(TEXT, STOP, DONE))) as server:
                 self.assertEqual(stream(server.url, 'm', 'p')['outcome'], outcome, types)
 
@@ -3001,6 +3007,13 @@ class FixtureTest(Directory):
         expected = {'ok': 'passed', 'broken': 'no_done', 'bad-utf8': 'not_utf8', 'reset-midway': 'connection_reset',
                     'stall-after-text': 'idle_timeout', 'http-error': 'http_status', 'closed-at-once': 'closed_before_head',
                     'stall-before-head': 'idle_timeout', 'json-200': 'not_event_stream'}
+        for body in (b'x' * 9000, b'x' * (4096 + 6 * len(KEY) - 20) + KEY.encode() + b'yy', b'bad key ' + KEY[:-1].encode()):
+            with Raw(sending(b'HTTP/1.1 401 No\r\n\r\n' + body)) as server:
+                live = json.loads(run('--url', server.url, '--model', 'm', '--output', '-', '--capture', 'said', env={'MODEL_API_KEY': KEY}, cwd=self.here).stdout)
+            self.assertNotIn(KEY[:19], (self.here / 'said').read_text().replace('\\\\', '\\'))
+            if b'key' not in body:
+                self.assertEqual(judged_offline(self.here / 'said')['response']['body_excerpt'], live['response']['body_excerpt'])
+            (self.here / 'said').unlink()
         with fixture(delay=0.15) as url, concurrent.futures.ThreadPoolExecutor(4) as pool:
             def twice(mode: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
                 kept = str(self.here / mode)
@@ -3046,22 +3059,40 @@ class FixtureTest(Directory):
             kept = b''.join(json.loads(line).get('text', '').encode() for line in name.read_text().splitlines())
             self.assertEqual((len(kept), KEY.encode() in kept, b'0123456789' in kept), (len(raw), False, False))
 
-    def test_a_form_of_the_key_is_masked_wherever_a_read_cuts_it(self) -> None:
-        keys = ('sk-abcdEFGH12', '/bcdEFGH12+/==', '"bcdEFGH&12')
-        for key in keys:
-            units = ''.join(f'\\u{ord(c):04x}' for c in key)
-            percent = ''.join(f'%{ord(c):02X}' for c in key)
-            for form in (key, json.dumps(key)[1:-1].replace('/', '\\/'), units, units.replace('\\', '\\' * 2), percent, html.escape(key), ''.join(f'&#x{ord(c):x};' for c in key)):
+    FORMS: ClassVar[dict[str, Callable[[str], str]]] = {
+        'plain': str, 'json': lambda key: json.dumps(key)[1:-1], 'slashes': lambda key: json.dumps(key)[1:-1].replace('/', '\\/'),
+        'twice': lambda key: json.dumps(json.dumps(key)[1:-1])[1:-1], 'units': lambda key: ''.join(f'\\u{ord(c):04x}' for c in key),
+        'units twice': lambda key: ''.join(f'\\\\u{ord(c):04X}' for c in key), 'percent': lambda key: ''.join(f'%{ord(c):02x}' for c in key),
+        'quoted': lambda key: urllib.parse.quote(key, safe=''), 'html': html.escape, 'hex': lambda key: ''.join(f'&#x{ord(c):X};' for c in key),
+        'decimal': lambda key: ''.join(f'&#{ord(c)};' for c in key), 'json in html': lambda key: html.escape(json.dumps(key)[1:-1]),
+        'html in json': lambda key: json.dumps(html.escape(key))[1:-1], 'folded': lambda key: f'{key[:4]}\r\n \t{key[4:]}',
+        'mixed': lambda key: ''.join(c if at % 2 else f'\\u{ord(c):04x}' for at, c in enumerate(key))}
+
+    def test_a_form_of_the_key_is_masked_wherever_reads_cut_it(self) -> None:
+        rng = random.Random(1)
+        for key in ('sk-abcdEFGH12', 'aaaaaaab', 'abcabcabd', '/bcdEFGH12+/==', '"bcdEFGH&12', '\\bcdefgh', 'abcdefg\\', 'ab\\\\cdefgh', '\\\\abcdefg', 'abcdefg"',
+                    '&abcdefg', 'abcdefg&', '%abcdefg', 'abcdefg%', 'ab%25cdefgh', 'ab&amp;cdefg', '%41%42%43', '&#x41;&#x42;', 'ab\\u0041cde', 'u000asecret', 'a%b&c\\d"e', 'n3secretkey'):
+            secret = Secret(key)
+            for name, of in self.FORMS.items():
+                form = of(key)
                 raw = f'data: {{"debug": "{form} said"}}\n\n'.encode()
-                stars = raw.replace(form.encode(), b'*' * len(form))
-                for at in range(raw.index(form.encode()), raw.index(form.encode()) + len(form) + 1):
-                    capture = stream_client.Capture(str(self.here / 'c'), Secret(key), 1_000_000)
-                    for n, piece in enumerate(cut(raw, [at])):
-                        capture.read(float(n), piece)
-                    capture.end({'duration_ms': 3.0, 'delivery': {'body_end': 'closed'}, 'outcome': 'passed', 'failure': None, 'error': None})
-                    kept = ''.join(json.loads(line).get('text', '') for line in (self.here / 'c').read_text().splitlines())
-                    self.assertEqual(kept.encode(), stars, (form, at))
+                first = raw.index(form.encode())
+                within = range(first - 1, first + len(form) + 2)
+                cuts = [[], list(range(1, len(raw))), *([at] for at in (within if LONG else rng.sample(within, 8))), *(sorted(rng.sample(within, count)) for count in (2, 2, 3) * (40 if LONG else 3))]
+                for some in cuts:
+                    with unittest.mock.patch.object(stream_client.Capture, '_write') as written:
+                        capture = stream_client.Capture(str(self.here / 'c'), secret, 1_000_000)
+                        for n, piece in enumerate(cut(raw, some)):
+                            capture.read(float(n), piece)
+                        capture.end({'duration_ms': 3.0, 'delivery': {'body_end': 'closed'}, 'outcome': 'passed', 'failure': None, 'error': None})
                     (self.here / 'c').unlink()
+                    lines = [json.loads(call.args[0]) for call in written.call_args_list][:-1]
+                    kept = b''.join(line['text'].encode() if 'text' in line else base64.b64decode(line['base64']) for line in lines)
+                    self.assertEqual((len(kept), key.encode() in kept, kept.startswith(raw[: first] + b'******')), (len(raw), False, True), (key, name, some, kept))
+                if name != 'folded':
+                    for at in range(first + 6 * len(form) // len(key) + 6, first + len(form)):  # cut for good
+                        told = secret.quote(raw[:at].decode(), cut=True)
+                        self.assertRegex(told, r'"\[key\][\\0-9a-z#;]{0,6}$', (key, name))  # the rest of a form whose beginning ended the key
 
     def test_a_masked_capture_is_still_json_and_never_spells_the_key(self) -> None:
         for key, text in (('90000000', 'x'), ('n3secretkey', 'foo \n3secretkey'), ('/abc/defgh', 'see /abc/defgh'), ('u000asecret', 'a\nsecret'),
@@ -3085,10 +3116,16 @@ class FixtureTest(Directory):
         self.assertEqual(json.loads((self.here / 'c').read_text())['text'], data(chunk('xxx')).decode())
         capture.drop()
 
+    def test_a_run_of_backslashes_costs_a_capture_little(self) -> None:
+        start = time.process_time()
+        kept = Secret('sk-abcdefghijklm').mask('sk-abcdefghijklm' + '\\' * 200_000 + 'sk-abcdefghijklm', stars=True)
+        self.assertEqual(kept, '*' * 16 + '\\' * 200_000 + '*' * 16)
+        self.assertLess(time.process_time() - start, 5)
+
     def test_a_long_key_costs_a_capture_little(self) -> None:
         secret = Secret(''.join(random.Random(1).choices('ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789', k=1500)))
         text = ''.join(random.Random(2).choices('ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789 ', k=60_000))
-        with unittest.mock.patch.object(secret, '_follow', wraps=secret._follow) as tried:
+        with unittest.mock.patch.object(secret, '_goes_on', wraps=secret._goes_on) as tried:
             self.assertEqual(secret.begins_at(text, 1), len(text))
         self.assertLess(tried.call_count, 1500)  # at each place where its first character stands, and no other
         self.assertEqual(secret.begins_at(text + secret.key[:700], 1), len(text))
@@ -3372,6 +3409,11 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
                 done = self.report('records', '--compare', 'a', 'b')
                 self.assertEqual((done.returncode, done.stdout), (2, ''))
                 self.assertRegex(done.stderr, f'^stream_report\\.py: --compare: {name} differ(, in [a-z_]+)?: .* in records/000.json, .* in records/002.json\n$')
+        one, two = like(label='a'), like(label='b')
+        one['request']['sampling']['seed'], two['request']['sampling']['seed'] = 1, '1'
+        shutil.rmtree(self.here / 'records')
+        self.put(one, two)
+        self.refused('--compare: sampling differ, in seed: 1 in records/000.json, "1" in records/001.json', 'records', '--compare', 'a', 'b')
         for name, members in (('sampling', {'seed': None}), ('limits', {'more': None}), ('policy', {'more': None})):  # null and absent are two things
             odd = like(label='b', synthetic=False)
             odd['request'][name] |= members
@@ -3412,9 +3454,9 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
             self.assertIsNone(re.search(r'^\s*::', done.stdout, re.MULTILINE), out)
 
     def test_labels_that_read_as_words_of_the_table(self) -> None:
-        self.put(like(label='all labels'), like(label='(no label)'), like())
+        self.put(like(label='all labels'), like(label='(no label)'), like(), like(label='"all labels"'))
         told = self.report('records').stdout.split('p95\n')[1].splitlines()
-        self.assertEqual([re.split('  +', line)[:2] for line in told[:4]], [['"(no label)"', '1'], ['"all labels"', '1'], ['(no label)', '1'], ['all labels', '3']])
+        self.assertEqual([re.split('  +', line)[:2] for line in told[:5]], [['""all labels""', '1'], ['"(no label)"', '1'], ['"all labels"', '1'], ['(no label)', '1'], ['all labels', '4']])
 
     def test_lines_after_one_that_is_no_record(self) -> None:
         good = stream_client.to_json(like(), one_line=True).decode()
@@ -3422,6 +3464,12 @@ Times in ms: median and 95th percentile (nearest rank) of the runs that passed. 
             done = self.report('-', '--json', input=bad + good * 2)
             told = json.loads(done.stdout)
             self.assertEqual(([r['source'] for r in told['origins']['synthetic']['runs']], len(told['skipped'])), (['standard input:2', 'standard input:3'], 1))
+        half = stream_client.to_json(like()).decode().splitlines(keepends=True)[:5]
+        for bad in ('[\n', '{\n?\n', '{\n\n', '{\n}\n', '{"capture": 1}\n', ''.join(half), '\ufeff'):
+            told = json.loads(self.report('-', '--json', input=bad + good + '\ufeff' + good).stdout)
+            self.assertEqual(len(told['origins']['synthetic']['runs']), 2, bad)
+        told = json.loads(self.report('-', '--json', input=good + ''.join(half)).stdout)
+        self.assertEqual(len(told['origins']['synthetic']['runs']), 1)
 
     def test_a_record_behind_a_byte_order_mark(self) -> None:
         for one_line in (False, True):
