@@ -587,7 +587,7 @@ def streams(kind: str, count: int, url: str) -> None:
                 raise AssertionError(text)
 
         async def theirs() -> None:
-            async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+            async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)) as client:
                 await ask(client, 'mode:ok')
                 await asyncio.gather(*(ask(client, 'mode:steady-text') for _ in range(count)))
 

@@ -266,7 +266,7 @@ class Reader:
         first = next(lines, b'')
         captured = first.startswith(b'{"capture":')
         if captured or first.rstrip() in (b'{', b'['):
-            rest = file.read(MAX_RECORD_BYTES)
+            rest = file.read(MAX_RECORD_BYTES) + file.readline(MAX_RECORD_BYTES)  # to the end of a line
             if re.search(rb'^(?:\xef\xbb\xbf)?{.*"schema_version":', rest, re.MULTILINE):  # records, one a line, behind what is none
                 self._take_lines(name, itertools.chain(_lines(io.BytesIO(first + rest)), lines))
             elif captured:

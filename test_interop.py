@@ -1332,7 +1332,7 @@ class DriverTest(InteropTest):
                 async for raw in response.raise_for_status().aiter_raw():
                     yield raw
 
-        self.judge(lambda: httpx.AsyncClient(trust_env=False, timeout=10, limits=httpx.Limits(max_connections=32)), reads)
+        self.judge(lambda: httpx.AsyncClient(trust_env=False, timeout=10, limits=httpx.Limits(max_connections=32, max_keepalive_connections=0)), reads)
 
     @needs_package('aiohttp')
     def test_aiohttp(self) -> None:
