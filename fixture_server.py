@@ -1003,14 +1003,15 @@ def replayed(path: str) -> Callable[[Request], Iterable[Step]]:
         whole, _, _cut = data.rpartition(b'\n')  # a killed writer's last line may be cut
         first, *lines = [dict(json.loads(line)) for line in whole.split(b'\n')]
         fields = [f'{k}: {v}' for k, v in first['headers'].items() if k not in ('transfer-encoding', 'content-length', 'connection')]
-        if first['capture'] != 1 or not 100 <= int(first['status'] or 200) <= 999 or any(re.search('[\r\n\0]', field) for field in fields):
+        status = None if first['status'] is None else int(first['status'])
+        if first['capture'] != 1 or not (status is None or 100 <= status <= 999) or any(re.search('[\r\n\0]', field) for field in fields):
             raise ValueError
         reads = [(float(line['ms']), line['text'].encode() if 'text' in line else base64.b64decode(line['base64'], validate=True))
                  for line in lines if 'end' not in line and line.get('text') != '']
         last = lines[-1] if lines and 'end' in lines[-1] else {'end': None}
         if any(line.get('excerpt') for line in lines):
             last = {'end': 'closed'}
-        start = b'' if first['status'] is None else head(*fields, CHUNKED, status=f'{int(first["status"])} Replayed')
+        start = b'' if status is None else head(*fields, CHUNKED, status=f'{status} Replayed')
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise ValueError(f'{path} is a malformed capture') from None
 
@@ -1195,6 +1196,9 @@ def _judge_command(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; exit status 0, or 2 for arguments it refuses or a port that is taken."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # where one of the three was closed, no socket may come to stand
+        pass
+    os.close(fd)
     parser = argparse.ArgumentParser(prog='fixture_server.py', allow_abbrev=False, description=__doc__.split('\n')[0])
     parser.add_argument('--port', type=int, default=18080, help='0 picks a free one (default 18080)')
     parser.add_argument('--mode', default='ok', help='default ok; random draws one for each request; a request '
@@ -1212,9 +1216,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--jobs', type=int, default=4, metavar='N', help='with --judge: how many at once (default 4)')
     parser.add_argument('--limit', type=float, default=20.0, metavar='S', help='with --judge: for one mode (default 20)')
     parser.add_argument('--modes', metavar='NAME[,...]', help='with --judge: only these')
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # where one of the three was closed, no socket may come to stand
-        pass
-    os.close(fd)
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index('--') if '--' in words else len(words)
     args = parser.parse_args(words[:at])

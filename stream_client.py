@@ -67,7 +67,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypedDict
 if TYPE_CHECKING:
     import ssl
     import subprocess
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
     from types import FrameType, TracebackType
 
     from typing_extensions import Unpack
@@ -274,6 +274,7 @@ def _forms(char: str) -> tuple[re.Pattern[str], ...]:
     return tuple(re.compile(form) for form in (rf'\\{{0,8}}(?:{marked})|{unit}', *plain))
 
 
+@functools.cache
 def _any(char: str) -> str:
     return f'(?:{"|".join(form.pattern for form in _forms(char))})'
 
@@ -306,6 +307,7 @@ class Secret:
 
     _FOLD = re.compile(r'\r?\n[ \t]*')
     _CUT = r'\\{1,16}(?:u[0-9A-Fa-f]{0,3}|%[0-9A-Fa-f]?|&[#A-Za-z0-9]{0,10})?|%[0-9A-Fa-f]?|&[#A-Za-z0-9]{0,10}'  # a form that is cut
+    _CUT_CHARS = 32  # more than such a form has
     _CUT_AT_END, _HALF = re.compile(rf'(?:{_CUT})\Z'), re.compile(rf'{_CUT}|\r?\n?[ \t]*')
 
     def __init__(self, key: str | None) -> None:
@@ -315,38 +317,32 @@ class Secret:
         web = ''.join(c if c.isalnum() or c in '-._~' else f'%{ord(c):02X}' for c in self._hidden)
         exact = (self._hidden, once, once.replace('/', '\\/'), json.dumps(once)[1:-1], web, ''.join(_NAMED.get(c, c) for c in self._hidden))
         self._exact = sorted(set(exact), key=len, reverse=True) if self._hidden else []
-        self._each = [_forms(c) for c in self._hidden]
         self._may_start = re.compile(f'(?={_any(self._hidden[0])})') if self._hidden else None
 
-    def _after(self, text: str, ends: Iterable[int], at: int) -> tuple[int, ...]:
-        """Where the character ``at`` of the key can end in ``text``, if those before it end at one of ``ends``."""
-        found = []
-        for end in ends:
-            if at and text[end : end + 1] in ('\r', '\n'):
-                fold = self._FOLD.match(text, end)
-                end = fold.end() if fold else end  # noqa: PLW2901
-            found += [match.end() for form in self._each[at] if (match := form.match(text, end))]
-        return tuple(found) if len(found) < 2 else tuple(set(found))
+    def _readings(self, text: str, start: int) -> Iterator[Collection[int]]:
+        """Where none, one, two ... characters of the key can end in ``text`` from ``start`` on, for as long as they stand there."""
+        ends: Collection[int] = (start,)
+        yield ends
+        for at, char in enumerate(self._hidden):
+            found: list[int] = []
+            for end in ends:
+                fold = self._FOLD.match(text, end) if at and text[end : end + 1] in ('\r', '\n') else None
+                begin = fold.end() if fold else end
+                found += [match.end() for form in _forms(char) if (match := form.match(text, begin))]
+            if not found:
+                return
+            ends = found if len(found) == 1 else set(found)
+            yield ends
 
     def _whole(self, text: str, start: int) -> int | None:
         """Where the key ends that stands in ``text`` from ``start`` on; None if it does not."""
-        ends: tuple[int, ...] = (start,)
-        for at in range(len(self._hidden)):
-            ends = self._after(text, ends, at)
-            if not ends:
-                return None
-        return max(ends)
+        *_, (count, ends) = enumerate(self._readings(text, start))
+        return max(ends) if count == len(self._hidden) else None
 
     def _goes_on(self, text: str, start: int, least: int) -> bool:
         """Whether ``text`` ends within a key that stands there from ``start`` on, after ``least`` characters of it or more."""
-        ends: tuple[int, ...] = (start,)
-        for at in range(len(self._hidden)):
-            if at >= least and any(self._HALF.fullmatch(text, end) for end in ends if len(text) - end < 32 or text[end] in '\r\n'):
-                return True
-            ends = self._after(text, ends, at)
-            if not ends:
-                return False
-        return False
+        return any(self._HALF.fullmatch(text, end) for ends in itertools.islice(self._readings(text, start), least, len(self._hidden))
+                   for end in ends if len(text) - end < self._CUT_CHARS or text[end] in '\r\n')
 
     def stands_in(self, text: str) -> bool:
         """Whether a text holds the key as it is."""
@@ -378,7 +374,7 @@ class Secret:
 
     def form_cut(self, text: str) -> int:
         """Where an escape that is cut stands at the end of ``text``; its length if none does, or there is no key."""
-        cut = self._CUT_AT_END.search(text, max(0, len(text) - 28)) if self._hidden else None
+        cut = self._CUT_AT_END.search(text, max(0, len(text) - self._CUT_CHARS)) if self._hidden else None
         return cut.start() if cut else len(text)
 
     def mask_cut(self, text: str, stars: bool = False) -> str:
@@ -2710,6 +2706,9 @@ class ChatStream:
             return None, None
         if raw.startswith(b'\x1f\x8b'):
             return '(gzip)', None
+        return self._quoted(raw)
+
+    def _quoted(self, raw: bytes) -> tuple[str, str]:
         text = self.secret.mask_cut(raw.decode('utf-8', 'replace'))
         return self.secret.quote(text, MAX_ERROR_BODY_BYTES), self.secret.quote(_error_message(text))
 
@@ -2827,8 +2826,8 @@ class ChatStream:
 
     def _capture_head(self) -> dict[str, Any]:
         asked = {'model': self.model, 'max_tokens': self.chat.max_tokens, 'usage': self.chat.usage_asked}
-        known = self.synthetic or 'head' in self.marks
-        head = {'capture': 1, 'started_at': self.started_at, 'ms': self._ms('head'), 'synthetic': self.synthetic if known else None}
+        synthetic = self.synthetic if 'head' in self.marks else self.synthetic or None
+        head = {'capture': 1, 'started_at': self.started_at, 'ms': self._ms('head'), 'synthetic': synthetic}
         return {**head, 'status': self.response['status'], 'headers': self.response['headers'] or {}, 'asked': self.secret.mask_all(asked)}
 
     def _count(self, data: bytes, at: float) -> None:
@@ -2934,10 +2933,10 @@ class Recording(ChatStream):
         chat.end(self.body_end)
 
     def _refuse_other_input(self) -> None:
-        text = self.secret.mask_cut(self._begins.decode('utf-8', 'replace'))
-        looks = _looks_like(self.secret.quote(text, MAX_ERROR_BODY_BYTES))
+        excerpt, said = self._quoted(self._begins)
+        looks = _looks_like(excerpt)
         if self._begins and not self.chat.seen and looks != LOOKS_RIGHT:
-            raise StreamFailure('not_event_stream', f'the input {looks}: "{self.secret.quote(_error_message(text))}"')
+            raise StreamFailure('not_event_stream', f'the input {looks}: "{said}"')
 
     def _reads(self) -> Iterator[tuple[float, bytes]]:
         """What each read brought, and when it came: by the capture's word, or the start where there is none."""
@@ -3567,11 +3566,11 @@ def _prepared(argv: Sequence[str] | None, signals: Signals) -> tuple[argparse.Na
     if args.output is None:
         args.output = f'stream-{time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())}-{os.urandom(4).hex()}.json'
     try:
-        if args.capture == '-':
-            raise Refused('capture', 'names a file, and - is none')
-        if args.capture is not None and args.output != '-' and os.path.abspath(args.capture) == os.path.abspath(args.output):
-            raise Refused('capture', 'and --output name one file')
         if args.capture is not None:
+            if args.capture == '-':
+                raise Refused('capture', 'names a file, and - is none')
+            if args.output != '-' and os.path.abspath(args.capture) == os.path.abspath(args.output):
+                raise Refused('capture', 'and --output name one file')
             run.capture = Capture(os.fsdecode(args.capture.encode()), run.secret, 4 * run.options['max_stream_bytes'] + 1_048_576)
         evidence = Evidence(os.fsdecode(args.output.encode()), to_json(run.record)) if args.output != '-' else None
     except Refused as exc:
@@ -3617,12 +3616,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         fixture.shutdown()
         fixture.server_close()
     try:
-        return _report(run.record, evidence, args.output, view, 128 + number if number else 0 if run.record['ok'] else 1)
+        return _report(run.record, evidence, args.output, view, number)
     except MemoryError:
-        return _report(run.shed(), evidence, args.output, view, 128 + number if number else 1)
+        return _report(run.shed(), evidence, args.output, view, number)
 
 
-def _report(record: dict[str, Any], evidence: Evidence | None, output: str, view: View, status: int) -> int:
+def _report(record: dict[str, Any], evidence: Evidence | None, output: str, view: View, number: int) -> int:
+    status = 128 + number if number else 0 if record['ok'] else 1
     try:
         if evidence:
             evidence.finish(to_json(record))

@@ -1329,15 +1329,17 @@ def _check_targets(args: argparse.Namespace, read: set[tuple[int, int]]) -> None
     targets = [path for path in (args.html, args.junit) if path not in (None, '-')]
     for path in targets:
         _refuse_existing(path, args.force, read)
-    if len(targets) > len({os.path.realpath(path) for path in targets}):
+    files = {os.path.realpath(path) for path in targets}
+    if len(targets) > len(files):
         raise Refused('--html and --junit name one file')
     if sum((args.html == '-', args.junit == '-', args.summary, args.json or bool(args.compare))) > 1:
         raise Refused('only one output can go to standard output')
-    summary = os.environ.get(SUMMARY_VARIABLE)
-    if args.summary and summary and os.path.exists(summary):
-        _refuse_read(summary, os.stat(summary), read)
-    if args.summary and summary and os.path.realpath(summary) in {os.path.realpath(path) for path in targets}:
-        raise Refused(f'{SUMMARY_VARIABLE} and --html or --junit name one file')
+    summary = os.environ.get(SUMMARY_VARIABLE) if args.summary else None
+    if summary:
+        if os.path.exists(summary):
+            _refuse_read(summary, os.stat(summary), read)
+        if os.path.realpath(summary) in files:
+            raise Refused(f'{SUMMARY_VARIABLE} and --html or --junit name one file')
 
 
 def report(argv: Sequence[str] | None) -> Iterator[str]:

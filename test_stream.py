@@ -2238,7 +2238,7 @@ stream_client.ChatStream._drain = ended
             self.assertEqual((waiting.returncode, said.splitlines()[-1]), (3, b'stream_client.py: the record could not be written to stdout'))
 
     def test_a_slow_reader_of_stdout_has_the_whole_record(self) -> None:
-        code = 'import functools; written = stream_client._written\nstream_client._written = lambda output, data, _: written(output, data, 0.7)'
+        code = 'written = stream_client._written\nstream_client._written = lambda output, data, _: written(output, data, 0.7)'
         with subprocess.Popen([sys.executable, '-c', f'import sys; sys.path.insert(0, {str(ROOT)!r}); import stream_client\n{code}\nsys.exit(stream_client.main())',
                                '--fixture', 'events-of-20000', '--output', '-'], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()) as process:
             assert process.stdout
@@ -2249,7 +2249,8 @@ stream_client.ChatStream._drain = ended
         self.assertEqual((process.returncode, json.loads(read)['content_events']), (0, 20_002))
 
     def test_a_record_that_the_memory_does_not_hold(self) -> None:
-        for code in ('once = stream_client.build_record\ndef short(run):\n if run.chat.text: raise MemoryError\n return once(run)\nstream_client.build_record = short',
+        record_short = 'once = stream_client.build_record\ndef short(run):\n if run.chat.text: raise MemoryError\n return once(run)\nstream_client.build_record = short'
+        for code in (record_short,
                      'once = stream_client.to_json\ndef short(record, **more):\n if record["ok"]: raise MemoryError\n return once(record, **more)\nstream_client.to_json = short',
                      'def short(*_): raise MemoryError\nstream_client.View.text = short'):
             for output in ('-', 'run.json'):
@@ -2258,8 +2259,7 @@ stream_client.ChatStream._drain = ended
                 self.assertEqual((done.returncode, record['outcome'], record['ok'], record['text']), (1, 'internal', False, ''), code)
                 self.assertNotIn('Traceback', done.stderr)
             (self.here / 'run.json').unlink()
-        done = patched('once = stream_client.build_record\ndef short(run):\n if run.chat.text: raise MemoryError\n return once(run)\nstream_client.build_record = short',
-                       '--fixture', 'ok', '--output', '-', '--capture', 'c', cwd=self.here)
+        done = patched(record_short, '--fixture', 'ok', '--output', '-', '--capture', 'c', cwd=self.here)
         self.assertEqual((done.returncode, json.loads((self.here / 'c').read_text().splitlines()[-1])['outcome']), (1, 'internal'))
 
     def test_the_key_given_as_a_finish_reason(self) -> None:
@@ -3055,10 +3055,11 @@ class FixtureTest(Directory):
             capture = stream_client.Capture(str(name), Secret(KEY), 1_000_000)
             for n, piece in enumerate(cut(raw, [at, at + 2])):
                 capture.read(float(n), piece)
-            capture.end({'duration_ms': 3.0, 'delivery': {'body_end': 'closed'}, 'outcome': 'passed', 'failure': None, 'error': None})
+            capture.end(self.ENDED)
             kept = b''.join(json.loads(line).get('text', '').encode() for line in name.read_text().splitlines())
             self.assertEqual((len(kept), KEY.encode() in kept, b'0123456789' in kept), (len(raw), False, False))
 
+    ENDED: ClassVar[dict[str, Any]] = {'duration_ms': 3.0, 'delivery': {'body_end': 'closed'}, 'outcome': 'passed', 'failure': None, 'error': None}
     FORMS: ClassVar[dict[str, Callable[[str], str]]] = {
         'plain': str, 'json': lambda key: json.dumps(key)[1:-1], 'slashes': lambda key: json.dumps(key)[1:-1].replace('/', '\\/'),
         'twice': lambda key: json.dumps(json.dumps(key)[1:-1])[1:-1], 'units': lambda key: ''.join(f'\\u{ord(c):04x}' for c in key),
@@ -3084,7 +3085,7 @@ class FixtureTest(Directory):
                         capture = stream_client.Capture(str(self.here / 'c'), secret, 1_000_000)
                         for n, piece in enumerate(cut(raw, some)):
                             capture.read(float(n), piece)
-                        capture.end({'duration_ms': 3.0, 'delivery': {'body_end': 'closed'}, 'outcome': 'passed', 'failure': None, 'error': None})
+                        capture.end(self.ENDED)
                     (self.here / 'c').unlink()
                     lines = [json.loads(call.args[0]) for call in written.call_args_list][:-1]
                     kept = b''.join(line['text'].encode() if 'text' in line else base64.b64decode(line['base64']) for line in lines)
@@ -3106,7 +3107,7 @@ class FixtureTest(Directory):
                     capture.line({'capture': 1, 'ms': 0, 'synthetic': None, 'status': 200, 'headers': {}})
                     for n, piece in enumerate(cut(slashes, [at])):
                         capture.read(float(n), piece)
-                    capture.end({'duration_ms': 3.0, 'delivery': {'body_end': 'closed'}, 'outcome': 'passed', 'failure': None, 'error': None})
+                    capture.end(self.ENDED)
                     self.assertEqual((judged_offline(name)['outcome'], set(key) == {'1'} or key in name.read_text()), ('passed', set(key) == {'1'}), (key, at))
                     name.unlink()
 
